@@ -22,6 +22,7 @@ from torch import distributed as dist  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from recipe import CONFIGS, SEED, build_model, build_optimizer  # noqa: E402
 from varuna import Varuna  # noqa: E402
+from varuna.assembly.connections import LinkKind  # noqa: E402
 from varuna.devices.accelerator import is_accelerator, peak_memory_bytes, wait_for_device  # noqa: E402
 from varuna.devices.cuda_alone import device_model  # noqa: E402
 
@@ -40,7 +41,7 @@ def main() -> None:
     config, dtype = CONFIGS[wanted["size"]], getattr(torch, wanted["precision"])
     share = make_batch(config, wanted["micro_batch"] * wanted["micro_batches"])
     if wanted["side"] == "varuna":
-        step = varuna_side(config, share, dtype)
+        step = varuna_side(config, share, dtype, links=wanted["links"])
     else:
         step = peer_side(config, share, dtype, device=device, micro_batch=wanted["micro_batch"], side=wanted["side"])
     figures = measure_steps(step, device, warm_up=wanted["warm_up"], steps=wanted["steps"])
@@ -55,8 +56,13 @@ def make_batch(config: GPTConfig, examples: int) -> Batch:
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def varuna_side(config: GPTConfig, share: Batch, dtype: torch.dtype) -> Step:
-    model = Varuna(build_model(config), get_batch_fn=lambda size, device=None: make_batch(config, size), dtype=dtype)
+def varuna_side(config: GPTConfig, share: Batch, dtype: torch.dtype, *, links: LinkKind) -> Step:
+    model = Varuna(
+        build_model(config),
+        get_batch_fn=lambda size, device=None: make_batch(config, size),
+        dtype=dtype,
+        links=links,
+    )
     model.set_optimizer(build_optimizer(model.parameters()))
     return lambda: model.step(share)[0]
 

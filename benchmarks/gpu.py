@@ -69,6 +69,8 @@ class Row:
     """varuna, plain or ddp."""
     p: int = 1
     d: int = 1
+    links: str = "gloo"
+    """What carries messages between stages: the argument of `Varuna`."""
 
 
 def main() -> None:
@@ -123,6 +125,8 @@ def list_rows(machine: Machine) -> list[Row]:
     rows = [Row("varuna"), Row("plain")]
     if n > 1:
         rows += [Row("varuna", d=n), Row("varuna", p=n)]
+        if machine.kind == "cuda":
+            rows.append(Row("varuna", p=n, links="nccl"))
         if machine.kind in ("cpu", "cuda"):  # others have no collectives that DDP can use
             rows.append(Row("ddp", d=n))
     if n >= 4 and n % 2 == 0:
@@ -179,6 +183,7 @@ def run_ranks(row: Row, machine: Machine, plan: Plan, given: argparse.Namespace)
     """What each rank wrote. Raises RuntimeError with the last line of the first one that failed."""
     wanted = {
         "side": row.side,
+        "links": row.links,
         "size": given.size,
         "precision": TORCH_NAMES[given.precision],
         **{name: getattr(given, name) for name in ("micro_batch", "micro_batches", "steps", "warm_up")},
@@ -236,13 +241,17 @@ def render_page(report: dict[str, Any]) -> str:
     lines = [
         f"{report['size']}, {report['precision']}, {report['micro_batches']} micro-batches of {report['micro_batch']} "
         f"on each replica; {report['devices']} × {report['device']}, torch {report['torch']}",
-        f"{'':8}P×D   " + "".join(f"{name:>{width}}" for name, width in names) + "  peak memory (plan), by stage",
+        f"{'':12}P×D   " + "".join(f"{name:>{width}}" for name, width in names) + "  peak memory (plan), by stage",
     ]
     return "\n".join(lines + [render_row(row) for row in report["rows"]])
 
 
+def render_side(row: dict[str, Any]) -> str:
+    return str(row["side"] if row["links"] == "gloo" else f"{row['side']}+{row['links']}")
+
+
 def render_row(row: dict[str, Any]) -> str:
-    head = f"{row['side']:8}{row['p']}×{row['d']:<4}"
+    head = f"{render_side(row):12}{row['p']}×{row['d']:<4}"
     if "failed" in row:
         return f"{head} failed: {row['failed']}"
     mfu = "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"

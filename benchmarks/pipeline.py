@@ -35,7 +35,7 @@ from _pipeline_systems import PEERS, delay_peers, make_ours, make_peer
 from _pipeline_world import Conditions, DelayedRendezvous, NamespaceNetwork, message_us, run_ranks
 from torch._C._distributed_c10d import PrefixStore
 
-from varuna.assembly.connections import connect_links, start_links
+from varuna.assembly.connections import LinkConnector, start_links
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.departure import Departure
 from varuna.distributed.groups import RankGroup
@@ -205,8 +205,8 @@ def _rank_main(
     delayed = bool(condition.latency_ms or condition.jitter_ms)
     rendezvous.delays = conditions if delayed else None
     topology, device = Topology(p, 1, rank), torch.device("cpu")
-    groups = connect_links(topology, rendezvous)
-    links = start_links(groups, topology, device, departure=departure, timeline=Timeline())
+    connections = LinkConnector(rendezvous=rendezvous, device=device).connect_links(topology)
+    links = start_links(connections, topology, device, departure=departure, timeline=Timeline())
     everyone = rendezvous.make_group("everyone", range(p))
     size = setting.activation_bytes
     taken_us = message_us(rendezvous.connect_gloo("probe", (0, 1)), rank == 0, size) if rank < 2 else 0.0

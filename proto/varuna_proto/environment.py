@@ -190,6 +190,7 @@ class WorkerEnvironment:
             "VARUNA_RUN_AHEAD": str(self.plan.run_ahead),
             "VARUNA_RECOMPUTE": ",".join(str(int(r)) for r in self.plan.recompute),
             **({"VARUNA_SHARES": ",".join(map(str, self.plan.shares))} if self.plan.shares else {}),
+            **({"VARUNA_LINK_CONNECTIONS": str(self.plan.link_connections)} if self.plan.link_connections > 1 else {}),
             "VARUNA_CHECKPOINT_URL": self.checkpoint_url,
             "VARUNA_LOCAL_CHECKPOINT_DIR": self.local_checkpoint_dir,
             "VARUNA_PROFILE_CACHE_URL": self.profile_cache_url,
@@ -274,6 +275,7 @@ def _plan(environ: Mapping[str, str], stage_map: StageMap) -> Plan:
         run_ahead=_int(environ, "VARUNA_RUN_AHEAD"),
         recompute=tuple(bool(flag) for flag in _ints(environ, "VARUNA_RECOMPUTE")),
         shares=_ints(environ, "VARUNA_SHARES"),
+        link_connections=int(environ.get("VARUNA_LINK_CONNECTIONS", "1")),
     )
 
 

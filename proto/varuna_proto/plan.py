@@ -49,6 +49,8 @@ class Plan:
     """Micro-batches of each replica; empty: as equal as can be."""
     gpu_types: tuple[str, ...] = ()
     """By rank, the type of GPU that the rank is planned for, by its VM's `gpu_type`; empty: all GPUs are equal."""
+    link_connections: int = 1
+    """TCP connections of each link between two VMs, over which large messages go side by side."""
 
     def to_document(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -17,5 +17,5 @@ def parse_plan_spec(spec: pb.PlanSpec) -> Plan:
     """The plan without its predictions. Fields that the manager left empty have the defaults of `Plan`."""
     values = {name: getattr(spec, name) for name in _FIELDS}
     values |= {name: tuple(getattr(spec, name)) for name in ("stage_starts", "recompute", "shares")}
-    values["policy"] = spec.policy or Plan.policy
+    values |= {name: values[name] or getattr(Plan, name) for name in ("policy", "link_connections")}
     return Plan(**values)

@@ -83,6 +83,8 @@ class PlanDocument(TypedDict):
     """The micro-batches of each replica; empty: as equal as can be."""
     gpu_types: list[str]
     """For each rank (replica * p + stage), the type of GPU that it is planned for; empty: all GPUs are equal."""
+    link_connections: int
+    """TCP connections of each link between two VMs."""
 
 
 @document

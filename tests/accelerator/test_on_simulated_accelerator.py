@@ -64,6 +64,11 @@ def test_stages_take_the_memory_that_was_planned() -> None:
 
 
 @pytest.mark.slow
+def test_links_may_stay_on_the_devices() -> None:
+    run_checks("device_links")
+
+
+@pytest.mark.slow
 def test_stages_move_between_devices() -> None:
     run_checks("moves")
 

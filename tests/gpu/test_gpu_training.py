@@ -36,6 +36,29 @@ def test_dropout_does_not_depend_on_the_shape(zygote: Zygote, tmp_path: Path) ->
     device_rows.check_dropout(zygote, tmp_path, device_of)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank, and there is one")
+@pytest.mark.parametrize("precision", device_rows.PRECISIONS)
+def test_links_over_nccl_train_as_plain_pytorch(zygote: Zygote, tmp_path: Path, precision: str) -> None:
+    device_rows.check_device_links(zygote, tmp_path, device_of, 2, precision)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank, and there is one")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_other_rank_leaves_links_over_nccl(zygote: Zygote, tmp_path: Path, victim: int) -> None:
+    dying = {"die": {"rank": victim, "step": 3}, "forever": True, "varuna": {"links": "nccl"}}
+    with Ranks(zygote, tmp_path, Task(), 2, 1, wanted=dying, device=device_of) as world:
+        ends = world.ends()
+    assert ends.pop(victim)["code"] == -signal.SIGKILL, world.logs()
+    assert [end["code"] for end in ends.values()] == [EXIT_PEER_LOST], world.logs()
+
+
+def test_ranks_that_share_a_gpu_refuse_nccl_for_links(zygote: Zygote, tmp_path: Path) -> None:
+    wanted = {"varuna": {"links": "nccl"}}
+    with Ranks(zygote, tmp_path, Task(), 2, 1, wanted=wanted, device=lambda rank: "cuda:0") as world:
+        assert world.exit_codes() == [1, 1]
+    assert "links='nccl': rank 1 shares its device with rank 0" in world.logs()
+
+
 @pytest.mark.parametrize(("p", "d"), [(3, 1), (1, 3)])
 def test_survivors_leave_when_a_rank_is_killed(zygote: Zygote, tmp_path: Path, p: int, d: int) -> None:
     dying = {"die": {"rank": 1, "step": 3}, "forever": True}

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
+from varuna.assembly.connections import LinkKind
 from varuna.calibration.optimizer_costs import OptimizerSetup
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
@@ -79,6 +80,9 @@ class Varuna(ModuleView):
             micro-batch size. False: they belong to micro-batches, and the job keeps its first micro-batch size.
         boundaries: "bf16" with `dtype=torch.bfloat16`: fp32 tensors of a batch, and their gradients, cross from stage
             to stage in bf16, in half the bytes; None: in the types that the model gives them.
+        links: "nccl": stages on GPUs of one machine exchange tensors over NCCL, from device to device;
+            "nccl-everywhere": those on different machines, too. Each rank needs a CUDA device of its own. "gloo":
+            through host memory.
 
     The global random generators keep their state on every rank.
 
@@ -111,6 +115,7 @@ class Varuna(ModuleView):
         accumulate: bool = False,
         random_by_example: bool = True,
         boundaries: Boundaries | None = None,
+        links: LinkKind = "gloo",
     ) -> None:
         super().__init__()
         options = TrainingOptions(
@@ -118,6 +123,7 @@ class Varuna(ModuleView):
             ema=ema,
             max_non_finite_steps=max_non_finite_steps,
             accumulate=accumulate,
+            links=links,
         )
         get_batch = example_maker(get_batch_fn)
         environment = read_worker_environment(

@@ -198,7 +198,8 @@ def profile_page(document: dict[str, Any]) -> RenderableType:
         head.add_row(
             name.replace("_", " "),
             f"{link['latency_us']:.4g} µs + {link['jitter_us']:.3g} µs of jitter, "
-            f"{link['bandwidth_bytes_per_s'] / 1e9:.3g} GB/s",
+            f"{link['bandwidth_bytes_per_s'] / 1e9:.3g} GB/s"
+            + (f" over {link['connections']} connections" if link["connections"] > 1 else ""),
         )
     if document["stage_overhead_us"] > 0:
         head.add_row("engine", f"{document['stage_overhead_us']:.4g} µs on top of each forward, recompute and backward")

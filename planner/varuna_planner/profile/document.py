@@ -35,6 +35,7 @@ SCHEMA: Literal["varuna.profile/1"] = "varuna.profile/1"
 _MOST_US = 1e12
 _MOST_BYTES = 2**60
 _MOST_COUNT = 2**31 - 1
+_MOST_CONNECTIONS = 64
 
 Microseconds = Annotated[float, Field(ge=0, le=_MOST_US, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=_MOST_BYTES)]
@@ -127,6 +128,8 @@ class Link(_ProfileRecord):
     """Of a large message, on top of the latency."""
     jitter_us: Microseconds = 0.0
     """Mean of what comes on top of latency_us."""
+    connections: Annotated[int, Field(ge=1, le=_MOST_CONNECTIONS)] = 1
+    """TCP connections over which a large message goes side by side at this bandwidth; more are hardly faster."""
 
 
 class Links(_ProfileRecord):

@@ -320,6 +320,7 @@ class _Search:
             predicted_minibatch_s=time_us / 1e6,
             examples_per_s=self.global_batch / (time_us / 1e6) if time_us > 0 else inf,
             memory_bytes=tuple(int(count) for count in drawn.needed_bytes),
+            link_connections=self.profile.links.other_vm.connections,
         )
 
     def _parts_us(self, index: int, drawn: _StagedShape, time_us: float) -> tuple[float, float, float]:

@@ -185,6 +185,7 @@ class _Mixer:
         self._global_batch, self._pins, self._policy = global_batch, pins, policy
         first = groups[0].profile
         self.sections = len(first.sections)
+        self._link_connections = first.links.other_vm.connections
         self._usable = {group.gpu_type: usable_bytes(group.device_memory_bytes) for group in groups}
         self._limits = make_search_limits(first, max(self._usable.values()), policy)
         gpus = sum(group.gpus for group in groups)
@@ -281,6 +282,7 @@ class _Mixer:
             memory_bytes=cut.needed_bytes,
             shares=shares if layout.replicas else (),
             gpu_types=layout.gpu_types,
+            link_connections=self._link_connections,
         )
 
     def _cut_and_share(self, layout: Layout, m: int, room: int, M: int) -> tuple[TypedCut, tuple[int, ...]] | None:

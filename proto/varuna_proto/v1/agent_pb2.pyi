@@ -1947,6 +1947,7 @@ class PlanSpec(_message.Message):
     RUN_AHEAD_FIELD_NUMBER: _builtins.int
     RECOMPUTE_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
+    LINK_CONNECTIONS_FIELD_NUMBER: _builtins.int
     p: _builtins.int
     """pipeline stages"""
     d: _builtins.int
@@ -1958,6 +1959,8 @@ class PlanSpec(_message.Message):
     policy: _builtins.str
     run_ahead: _builtins.int
     """k: forwards beyond P - s"""
+    link_connections: _builtins.int
+    """TCP connections of each link between two VMs; 0: one"""
     @_builtins.property
     def stage_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the first section of each stage; p of them; empty: not known yet"""
@@ -1982,10 +1985,11 @@ class PlanSpec(_message.Message):
         run_ahead: _builtins.int = ...,
         recompute: _abc.Iterable[_builtins.bool] | None = ...,
         shares: _abc.Iterable[_builtins.int] | None = ...,
+        link_connections: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["d", b"d", "global_batch", b"global_batch", "micro_batch", b"micro_batch", "p", b"p", "policy", b"policy", "recompute", b"recompute", "run_ahead", b"run_ahead", "shares", b"shares", "stage_starts", b"stage_starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["d", b"d", "global_batch", b"global_batch", "link_connections", b"link_connections", "micro_batch", b"micro_batch", "p", b"p", "policy", b"policy", "recompute", b"recompute", "run_ahead", b"run_ahead", "shares", b"shares", "stage_starts", b"stage_starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import pytest
@@ -26,13 +26,18 @@ import varuna.copies.owner
 import varuna.devices.copy_stream
 import varuna.distributed.groups
 import varuna.optim.host_parameters
+import varuna.pipeline.device_transport
 import varuna.pipeline.transport
+from emulated_nccl import EmulatedNccl
 from host_threads import UnseenGate
 from varuna.checkpoint import TrainingState
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup, Work, connect_group
 from varuna.distributed.handshake import MeetingKey
+from varuna.distributed.link_connections import make_connection
+from varuna.distributed.nccl import NcclPair
 from varuna.holdings.inventory import HeldFiles
+from varuna.pipeline.transport import MessageTensor
 
 Program = Callable[[types.ModuleType], object]
 DEVICE = torch.device("sim", 0)
@@ -168,19 +173,45 @@ class ReadingGroup:
         return self._group.send(tensors, rank, tag)
 
 
-def send_over_link(transport: types.ModuleType) -> None:
+def send_over_link(transport: types.ModuleType, connections: int = 1) -> None:
     """Boundaries from one device to another."""
-    groups, departure = connect_two(), Departure(lambda code: None)
-    sender = transport.LinkSender(ReadingGroup(groups[0]), peer=1, peer_in_group=1, departure=departure)
-    receiver = transport.LinkReceiver(groups[1], peer=0, peer_in_group=0, pinned=True, departure=departure)
+    pairs, departure = [connect_two() for _ in range(connections)], Departure(lambda code: None)
+    sending = make_connection([cast(GlooGroup, ReadingGroup(first)) for first, _ in pairs], 1)
+    sender = transport.LinkSender(sending, peer=1, departure=departure)
+    receiving = make_connection([second for _, second in pairs], 0)
+    receiver = transport.LinkReceiver(receiving, peer=0, pinned=True, departure=departure)
     for number in range(3):
-        receiver.post_receive([transport.MessageTensor((128, 128), torch.float32)])
-        x = torch.full((128, 128), float(number), device="sim:0") * 2
+        receiver.post_receive([transport.MessageTensor((512, 512), torch.float32)])
+        x = torch.full((512, 512), float(number), device="sim:0") * 2
         sender.send_message([x])
         del x
         departure.wait_until(lambda n=number: receiver.arrived > n)
         [received] = receiver.take_message(number, torch.device("sim", 1))
         assert received.mean().item() == 2 * number
+    sender.wait_until_sent()
+
+
+def send_over_connections(transport: types.ModuleType) -> None:
+    """As `send_over_link`, over three connections."""
+    send_over_link(transport, 3)
+
+
+def send_between_devices(transport: types.ModuleType) -> None:
+    """Boundaries from one device to another, which are in the host's memory at no time that the product knows of."""
+    pairs = [NcclPair(cast(GlooGroup, EmulatedNccl(group)), 1 - rank) for rank, group in enumerate(connect_two())]
+    first, second, departure = torch.device("sim", 0), torch.device("sim", 1), Departure(lambda code: None)
+    sender = transport.DeviceLinkSender(pairs[0], first, peer=1, departure=departure)
+    receiver = transport.DeviceLinkReceiver(pairs[1], second, peer=0, departure=departure)
+    for number in range(4):
+        receiver.post_receive([MessageTensor((64, 64), torch.float32), MessageTensor((3,), torch.float32)])
+        x = torch.full((64, 64), float(number), device=first) * 2
+        sender.send_message([x.t(), x[0, :3]])
+        del x
+        departure.wait_until(lambda n=number: receiver.arrived > n)
+        received = receiver.take_message(number, second)
+        sums = [tensor.sum() for tensor in received]
+        del received
+        assert [each.item() for each in sums] == [2 * number * 64 * 64, 2 * number * 3]
     sender.wait_until_sent()
 
 
@@ -248,6 +279,7 @@ def stage_gradients(collectives: types.ModuleType) -> None:
 
 
 COPIES, OFFLOAD, OWNER = varuna.devices.copy_stream, varuna.optim.host_parameters, varuna.copies.owner
+DEVICE_TRANSPORT = varuna.pipeline.device_transport
 TRANSPORT, SNAPSHOT, COLLECTIVES = (
     varuna.pipeline.transport,
     varuna.checkpoint.saving.snapshot,
@@ -306,6 +338,18 @@ ORDERINGS = [
         "def start_update_on_device",
     ),
     Ordering("a message is sent when it is copied", TRANSPORT, "wait_for_event(message.copied)", send_over_link),
+    Ordering(
+        "a message in pieces is sent when it is copied",
+        TRANSPORT,
+        "wait_for_event(message.copied)",
+        send_over_connections,
+    ),
+    Ordering(
+        "a message is sent from the device when it is computed",
+        DEVICE_TRANSPORT,
+        "stream.wait_event(message.computed)",
+        send_between_devices,
+    ),
     Ordering("the optimizer on the host waits for gradients", OFFLOAD, "wait_for_event(self.arrived)", step_on_host),
     Ordering(
         "a section waits for its parameters",
@@ -362,7 +406,7 @@ def test_a_missing_ordering_is_found(ordering: Ordering) -> None:
         torch.accelerator.synchronize()
         simulated.raise_found()
     except (RuntimeError, SystemExit) as error:
-        found.append(f"{type(error).__name__}: {error}")
+        found.append(f"{type(error).__name__}: {getattr(error, 'reason', error)}")
     torch.accelerator.synchronize()
     found += simulated.take_races()
     assert any("race" in each for each in found), found

@@ -12,7 +12,7 @@ from small_gpt import Task, train_plainly
 from training_matrix import FACTORS, Configuration, assert_equal, covering_rows, plainly, run
 from training_world import Ranks, Zygote
 
-__all__ = ["PRECISIONS", "SHAPES", "check_dropout", "check_host_optimizer", "check_rows"]
+__all__ = ["PRECISIONS", "SHAPES", "check_device_links", "check_dropout", "check_host_optimizer", "check_rows"]
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
 PRECISIONS = ["float32", "bfloat16", "float16"]
@@ -36,6 +36,18 @@ def check_rows(zygote: Zygote, folder: Path, device_of: DeviceOf, shape: tuple[i
     for row, outcome in zip(rows, run(zygote, folder, rows, device_of), strict=True):
         print(row)
         assert_equal(outcome, plainly(row, torch.device(device_of(0))), row.precision)
+
+
+def check_device_links(
+    zygote: Zygote, folder: Path, device_of: DeviceOf, p: int, precision: str, *, emulated: bool = False
+) -> None:
+    """Messages that stay on the devices. `emulated`: over an emulated NCCL."""
+    task = Task(global_batch=7, tied=True, clip=0.5, precision=precision, loss_scale=2.0**7)
+    wanted = {"varuna": {"links": "nccl"}, "emulates_nccl": emulated}
+    recompute = (True,) * (p - 1) + (False,)
+    with Ranks(zygote, folder, task, p, 1, recompute=recompute, device=device_of, wanted=wanted) as world:
+        outcome = world.finish()
+    assert_equal(outcome, train_plainly(task, world.micro_batch, device=torch.device(device_of(0))), precision)
 
 
 def check_host_optimizer(zygote: Zygote, folder: Path, device_of: DeviceOf) -> None:

@@ -8,6 +8,8 @@ Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "misses_update": {"rank", "step"}, which loses them when it has the totals and has made no update,
 "copies_batches", "asks_for_shape": bool, for a script that cannot follow its job into another shape,
 "evaluates_first": bool, before the first step; "trains_other": bool, a model without one of its biases,
+"emulates_nccl": bool, for links that use NCCL on devices that it does not know,
+"hosts_apart": bool, for links with several connections, whose messages are cut however small they are,
 "keeps_parameters": bool, for a script that cannot take another stage; "dies_in_move": the rank that dies when it does,
 by its first rank, "dies_connecting": the same, that dies when it connects with its new stage, "data_workers": of
 `Batches`,
@@ -20,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import nullcontext
@@ -31,10 +34,12 @@ import pytest
 import torch
 from torch import nn
 
+import varuna.distributed.link_connections
 import varuna.holdings.held_state
 import varuna.roles.membership
 import varuna.roles.moving
 import varuna.roles.training
+from emulated_nccl import emulate_nccl
 from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler, states_of
 from varuna import Varuna, get_varuna_config
 from varuna.checkpoint import CheckpointError
@@ -117,6 +122,11 @@ def lose_peers(departure: Departure, out: Path, rank: int, step: int) -> None:
 def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     """Trains as the environment says and writes what this rank then has into `out`."""
     rank = int(next((os.environ[name] for name in RANKS if name in os.environ), "0"))
+    if wanted.get("emulates_nccl"):
+        emulate_nccl(rank)
+    if wanted.get("hosts_apart"):
+        setattr(socket, "gethostname", lambda: f"host-{rank}")  # noqa: B010 - no type of a patch
+        varuna.distributed.link_connections.WHOLE_BYTES = 0
     plain = make_model(replace(task, tied=task.tied and not task.declared))
     if "cut_points" in wanted:
         plain.cut_points = [nn.Identity() for _ in plain.cut_points]

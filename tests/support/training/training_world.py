@@ -69,6 +69,7 @@ class Ranks:
     """First section of each stage; empty: sections are spread evenly."""
     shares: tuple[int, ...] = ()
     """Micro-batches of each replica; empty: as equal as can be."""
+    link_connections: int = 1
     checkpoint_url: str = ""
     agent_socket: Callable[[int], str] = lambda rank: ""
     device: Callable[[int], str] = lambda rank: "cpu"
@@ -108,6 +109,7 @@ class Ranks:
                 recompute=self.recompute,
                 stage_starts=self.stage_starts,
                 shares=self.shares,
+                link_connections=self.link_connections,
             ),
             checkpoint_url=self.checkpoint_url,
             agent_socket=self.agent_socket(rank),

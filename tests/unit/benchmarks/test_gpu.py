@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -37,12 +38,16 @@ def test_a_gpu_is_found_in_the_table_by_its_model(model: str, name: str | None) 
     [
         ("cuda", 1, ["varuna 1×1", "plain 1×1"]),
         ("sim", 2, ["varuna 1×1", "plain 1×1", "varuna 1×2", "varuna 2×1"]),
-        ("cuda", 4, ["varuna 1×1", "plain 1×1", "varuna 1×4", "varuna 4×1", "ddp 1×4", "varuna 2×2"]),
+        (
+            "cuda",
+            4,
+            ["varuna 1×1", "plain 1×1", "varuna 1×4", "varuna 4×1", "varuna+nccl 4×1", "ddp 1×4", "varuna 2×2"],
+        ),
     ],
 )
 def test_the_rows_use_all_gpus(kind: str, count: int, rows: list[str]) -> None:
     machine = gpu.Machine(kind, count, "", built_in().find_gpu("h200"), True)
-    assert [f"{row.side} {row.p}×{row.d}" for row in gpu.list_rows(machine)] == rows
+    assert [f"{gpu.render_side(asdict(row))} {row.p}×{row.d}" for row in gpu.list_rows(machine)] == rows
 
 
 def test_a_row_says_what_was_measured_beside_what_was_planned() -> None:
@@ -50,6 +55,7 @@ def test_a_row_says_what_was_measured_beside_what_was_planned() -> None:
         "side": "varuna",
         "p": 2,
         "d": 1,
+        "links": "gloo",
         "tokens_per_s": 31000.4,
         "tokens_per_s_per_device": 15500.2,
         "mfu": 0.412,
@@ -60,6 +66,5 @@ def test_a_row_says_what_was_measured_beside_what_was_planned() -> None:
     }
     text = " ".join(gpu.render_row(row).split())
     assert text == "varuna 2×1 31,000 15,500 41.2 % 1.250 1.200 3.0 GiB (3.0 GiB), 2.0 GiB (1.0 GiB)"
-    assert gpu.render_row({"side": "ddp", "p": 1, "d": 4, "failed": "CUDA out of memory"}).endswith(
-        "failed: CUDA out of memory"
-    )
+    failed = {"side": "ddp", "p": 1, "d": 4, "links": "gloo", "failed": "CUDA out of memory"}
+    assert gpu.render_row(failed).endswith("failed: CUDA out of memory")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from planner_profiles import make_profile
 from varuna_planner.cutting import balance as cutting
 from varuna_planner.cutting.typed_cut import _list_sets, _Runs
+from varuna_planner.profile.document import Link, Links
 from varuna_planner.profile.speed import scale_speed
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_planner.schedule.policies import Policy
@@ -113,6 +114,15 @@ def test_pins_hold_for_mixtures() -> None:
         assert p in (None, plan.p)
         assert d in (None, plan.d)
         assert m in (None, plan.micro_batch)
+
+
+def test_a_mixed_plan_has_the_connections_of_the_profile() -> None:
+    links = Links(other_vm=Link(latency_us=10, bandwidth_bytes_per_s=1e9, connections=2))
+    choice = choose_mixed_plan(
+        [typed("V100", 2, 1.0, links=links), typed("A100", 2, 3.0, links=links)], global_batch=64
+    )
+    assert choice.best is not None
+    assert choice.best.link_connections == 2
 
 
 def test_without_gpus_there_is_no_plan() -> None:

@@ -41,6 +41,13 @@ def test_a_profile_survives_its_document() -> None:
     assert Profile.from_json(text) == profile
 
 
+def test_a_profile_of_an_earlier_version_has_one_connection_for_each_link() -> None:
+    document = json.loads(Profile(sections=(section(0, 1),)).to_json())
+    for name in ("same_vm", "other_vm"):
+        del document["links"][name]["connections"]
+    assert Profile.from_json(json.dumps(document)).links.other_vm.connections == 1
+
+
 def test_only_sizes_measured_everywhere_are_candidates() -> None:
     assert Profile(sections=(section(0, 1, 2, 8), section(1, 2, 4, 8))).micro_batches == (2, 8)
 
@@ -55,6 +62,7 @@ def test_only_sizes_measured_everywhere_are_candidates() -> None:
         (lambda d: d["sections"][0]["measurements"].reverse(), r"must ascend by micro_batch, got \[2, 1\]"),
         (lambda d: d["sections"][0].update(measurements=[]), r"sections.0.measurements"),
         (lambda d: d["sections"][0]["measurements"].pop(), None),
+        (lambda d: d["links"]["other_vm"].update(connections=0), r"links.other_vm.connections"),
         (
             lambda d: d.update(shared_parameters=[{"name": "wte", "sections": [0, 7], "bytes": 4}]),
             r"shared parameter wte: no such sections \(0, 7\)",

@@ -43,6 +43,14 @@ def test_replicas_cross_where_that_costs_little() -> None:
     assert choice.best.examples_per_s < there.examples_per_s, "the slower link counts"
 
 
+def test_links_have_as_many_connections_as_where_they_go_needs() -> None:
+    near = Link(latency_us=20, bandwidth_bytes_per_s=5e8, connections=4)
+    for zones, connections in (((4, 2), 4), ((3, 3), 1)):
+        best = choose(zoned(near), zones, pins=Pins(p=3)).best
+        assert best is not None
+        assert best.link_connections == connections
+
+
 @pytest.mark.parametrize("zones", [(6,), (3, 3), (2, 2, 2)])
 def test_a_plan_whose_replicas_lie_in_zones_anyway_is_that_of_one_zone(zones: tuple[int, ...]) -> None:
     slow = Link(latency_us=5000, bandwidth_bytes_per_s=1e6)

@@ -27,6 +27,7 @@ PLAN = Plan(
     memory_bytes=(10, 20),
     shares=(6, 4, 2),
     gpu_types=("V100", "A100", "V100", "A100", "V100", "A100"),
+    link_connections=4,
 )
 SENT = replace(PLAN, predicted_minibatch_s=0.0, examples_per_s=0.0, memory_bytes=(), gpu_types=())
 """Workers need neither predictions nor the types of GPUs."""
@@ -42,8 +43,9 @@ def test_a_plan_comes_back_from_its_document() -> None:
 
 
 def test_a_document_of_an_earlier_version_lacks_what_came_later() -> None:
-    document = {name: value for name, value in PLAN.to_document().items() if name not in ("shares", "gpu_types")}
-    assert Plan.from_document(document) == replace(PLAN, shares=(), gpu_types=())
+    later = ("shares", "gpu_types", "link_connections")
+    document = {name: value for name, value in PLAN.to_document().items() if name not in later}
+    assert Plan.from_document(document) == replace(PLAN, shares=(), gpu_types=(), link_connections=1)
 
 
 def test_a_plan_comes_back_from_its_message_without_predictions() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from varuna.assembly.connections import connect_holders, connect_links, connect_tied, start_links
+from varuna.assembly.connections import LinkConnector, LinkKind, connect_holders, connect_tied, start_links
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.groups import RankGroup
 from varuna.distributed.topology import Topology, share_of_batch, stage_sections, tied_over_stages
@@ -103,6 +103,7 @@ def assemble_rank(
     device: torch.device,
     precision: TrainingPrecision,
     values: ValueSource | None = None,
+    link_kind: LinkKind = "gloo",
 ) -> Assembly:
     """Builds this rank's stage of `model` on `device` and connects the rank to others. All ranks must call it.
 
@@ -118,7 +119,7 @@ def assemble_rank(
         share_of_batch(0, environment, 0)  # refuses a global batch that is too small for D replicas
     stage = _build_own_stage(model, model_map, worker, device, values)
     worker.rendezvous.wait_for_loading(worker.topology.everyone)
-    parts, tied_groups = _connect(stage, model_map, worker, device=device, precision=precision)
+    parts, tied_groups = _connect(stage, model_map, worker, device=device, precision=precision, link_kind=link_kind)
     broadcast_from_first(list(stage.parameters.values()), parts.replicas)
     for group in tied_groups:
         broadcast_from_first([stage.parameters[name] for name in group.names], group.group)
@@ -134,6 +135,7 @@ def assemble_alone(
     device: torch.device,
     precision: TrainingPrecision,
     values: ValueSource | None = None,
+    link_kind: LinkKind = "gloo",
 ) -> Assembly:
     """As `assemble_rank`, but connects this rank to nobody yet. Its stage runs when `connect_stage` has done that."""
     environment = worker.environment
@@ -142,7 +144,7 @@ def assemble_alone(
     alone = replace(
         worker, environment=replace(environment, plan=plan, rank=0, world_size=1), topology=Topology(1, 1, 0)
     )
-    parts, _ = _connect(stage, model_map, alone, device=device, precision=precision)
+    parts, _ = _connect(stage, model_map, alone, device=device, precision=precision, link_kind=link_kind)
     return parts
 
 
@@ -160,25 +162,40 @@ def _build_own_stage(
 
 
 def connect_stage(
-    stage: Stage, model_map: ModelMap, worker: WorkerProcess, device: torch.device, precision: TrainingPrecision
+    stage: Stage,
+    model_map: ModelMap,
+    worker: WorkerProcess,
+    *,
+    device: torch.device,
+    precision: TrainingPrecision,
+    link_kind: LinkKind,
 ) -> Assembly:
     """Connects a rank that holds `stage` and its trained state already. All ranks must call it.
 
     Afterwards all copies of a buffer that forward writes are equal to those of the first rank that holds it.
     """
-    parts, _ = _connect(stage, model_map, worker, device=device, precision=precision)
+    parts, _ = _connect(stage, model_map, worker, device=device, precision=precision, link_kind=link_kind)
     parts.equalize_buffers()
     return parts
 
 
 def _connect(
-    stage: Stage, model_map: ModelMap, worker: WorkerProcess, *, device: torch.device, precision: TrainingPrecision
+    stage: Stage,
+    model_map: ModelMap,
+    worker: WorkerProcess,
+    *,
+    device: torch.device,
+    precision: TrainingPrecision,
+    link_kind: LinkKind,
 ) -> tuple[Assembly, list[TiedGroup]]:
     environment, topology, rendezvous = worker.environment, worker.topology, worker.rendezvous
     tied = tied_over_stages(model_map.shared, stages_of(worker, len(model_map.sections)))
     send_step = worker.link.report_step_trace if environment.agent_socket else None
     timeline = Timeline.from_environ(os.environ, rank=topology.rank, p=topology.p, send_step=send_step)
-    link_groups = connect_links(topology, rendezvous)
+    connector = LinkConnector(
+        rendezvous=rendezvous, device=device, count=environment.plan.link_connections, kind=link_kind
+    )
+    connections = connector.connect_links(topology)
     same_stage = topology.ranks_of((topology.stage,))
     replicas = connect_holders(
         topology,
@@ -195,7 +212,7 @@ def _connect(
         for name in stage.parameters
         if topology.replica == 0 and tied.get(name, (topology.stage,))[0] == topology.stage
     ]
-    links = start_links(link_groups, topology, device, departure=worker.departure, timeline=timeline)
+    links = start_links(connections, topology, device, departure=worker.departure, timeline=timeline)
     departure = worker.departure
     reducer = GradientReducer(
         stage.parameters,

@@ -5,8 +5,10 @@ Letters: P stages, D replicas; rank = replica * P + stage.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -15,75 +17,131 @@ from varuna.devices.accelerator import is_accelerator
 from varuna.devices.cuda_alone import nccl_device_name
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.departure import Departure
-from varuna.distributed.gloo import GlooGroup
 from varuna.distributed.groups import RankGroup
-from varuna.distributed.nccl import NcclGroup, connect_nccl, have_own_devices
+from varuna.distributed.link_connections import Connection, make_connection
+from varuna.distributed.nccl import NcclGroup, NcclPair, connect_nccl, have_own_devices
 from varuna.distributed.rendezvous import Rendezvous
 from varuna.distributed.topology import Topology
 from varuna.optim.reduction import TiedGroup
+from varuna.pipeline.device_transport import DeviceLinkReceiver, DeviceLinkSender
 from varuna.pipeline.stage_setting import StageLinks
-from varuna.pipeline.transport import LinkReceiver, LinkSender
+from varuna.pipeline.transport import LinkOptions, LinkReceiver, LinkSender, MessageReceiver, MessageSender
 
-__all__ = ["LinkGroups", "connect_holders", "connect_links", "connect_tied", "start_links"]
+__all__ = [
+    "LINK_KINDS",
+    "LinkConnections",
+    "LinkConnector",
+    "LinkKind",
+    "connect_holders",
+    "connect_tied",
+    "start_links",
+]
 
 
-class LinkGroups(NamedTuple):
-    """The groups of two ranks between a stage and its neighbours; None where the pipeline ends."""
+LinkKind = Literal["gloo", "nccl", "nccl-everywhere"]
+"""What carries the links: gloo; NCCL between ranks on one host, gloo between hosts; NCCL."""
 
-    down_in: GlooGroup | None = None
-    up_out: GlooGroup | None = None
-    up_in: GlooGroup | None = None
-    down_out: GlooGroup | None = None
+LINK_KINDS: tuple[LinkKind, ...] = get_args(LinkKind)
+
+LinkConnection = Connection | NcclPair
 
 
-def connect_links(topology: Topology, rendezvous: Rendezvous) -> LinkGroups:
-    """Connects this rank to the stages before and after it in its replica.
+class LinkConnections(NamedTuple):
+    """The connections of a stage to its neighbours; None where the pipeline ends."""
 
-    Groups are made stage by stage along the pipeline, so that two neighbours never wait for each other's later group.
-    """
-    groups = LinkGroups()
-    if topology.stage > 0:
-        peer = topology.rank - 1
-        down, up = (rendezvous.connect_gloo(f"{way}/{peer}", (peer, topology.rank)) for way in ("down", "up"))
-        groups = groups._replace(down_in=down, up_out=up)
-    if topology.stage < topology.p - 1:
-        peer = topology.rank + 1
-        down, up = (rendezvous.connect_gloo(f"{way}/{topology.rank}", (topology.rank, peer)) for way in ("down", "up"))
-        groups = groups._replace(up_in=up, down_out=down)
-    return groups
+    down_in: LinkConnection | None = None
+    up_out: LinkConnection | None = None
+    up_in: LinkConnection | None = None
+    down_out: LinkConnection | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConnector:
+    """Connects a rank to the stages before and after it in its replica."""
+
+    rendezvous: Rendezvous
+    device: torch.device
+    count: int = 1
+    """TCP connections of each link and direction between two hosts over gloo; within a host there is one."""
+    kind: LinkKind = "gloo"
+
+    def connect_links(self, topology: Topology) -> LinkConnections:
+        """Makes the connections, stage by stage along the pipeline, so that two neighbours never wait for each other's
+        later one.
+
+        Raises ValueError on all ranks of a pipeline that is to use NCCL when one of them has no CUDA device of its own.
+        """
+        links = LinkConnections()
+        if self.kind != "gloo" and topology.p > 1:
+            self._require_own_devices(topology.everyone)
+        if topology.stage > 0:
+            down, up = self._connect_stages(topology.rank - 1, peer_in_group=0)
+            links = links._replace(down_in=down, up_out=up)
+        if topology.stage < topology.p - 1:
+            down, up = self._connect_stages(topology.rank, peer_in_group=1)
+            links = links._replace(up_in=up, down_out=down)
+        return links
+
+    def _require_own_devices(self, ranks: Sequence[int]) -> None:
+        devices = self.rendezvous.exchange_values("links/device", ranks, nccl_device_name(self.device))
+        for rank, name in enumerate(devices):
+            if not name or name in devices[:rank]:
+                why = f"shares its device with rank {devices.index(name)}" if name else "has no CUDA device"
+                raise ValueError(
+                    f"links={self.kind!r}: rank {rank} {why}, and NCCL needs one for each rank: give each rank a GPU "
+                    "of its own, or leave out `links`"
+                )
+
+    def _connect_stages(self, first: int, *, peer_in_group: int) -> tuple[LinkConnection, LinkConnection]:
+        """Down and up, between the ranks `first` and `first` + 1, one of which is this rank."""
+        ranks, is_on_host = (first, first + 1), True
+        if self.count > 1 or self.kind == "nccl":
+            hosts = self.rendezvous.exchange_values(f"host/{first}", ranks, socket.gethostname())
+            is_on_host = hosts[0] == hosts[1]
+        if self.kind == "nccl-everywhere" or (self.kind == "nccl" and is_on_host):
+            return self._pair(f"down/{first}", peer_in_group), self._pair(f"up/{first}", peer_in_group)
+        count = 1 if is_on_host else self.count
+
+        def connect(way: str) -> Connection:
+            names = [f"{way}/{first}", *(f"{way}/{first}/{number}" for number in range(1, count))]
+            return make_connection([self.rendezvous.connect_gloo(name, ranks) for name in names], peer_in_group)
+
+        return connect("down"), connect("up")
+
+    def _pair(self, name: str, peer_in_group: int) -> NcclPair:
+        store = PrefixStore(f"{name}/nccl", self.rendezvous.store)
+        group = connect_nccl(store, 1 - peer_in_group, 2, address=self.rendezvous.own_address())
+        self.rendezvous.abort_at_end(group)
+        return NcclPair(group, peer_in_group)
 
 
 def start_links(
-    groups: LinkGroups, topology: Topology, device: torch.device, *, departure: Departure, timeline: Timeline
+    connections: LinkConnections, topology: Topology, device: torch.device, *, departure: Departure, timeline: Timeline
 ) -> StageLinks:
     """Starts the threads of the links, once all connections are made: nothing that fails then leaves one behind."""
 
-    def receive(group: GlooGroup | None, *, peer: int, peer_in_group: int, carries: str) -> LinkReceiver | None:
-        if group is None:
+    def receive(connection: LinkConnection | None, *, peer: int, carries: str) -> MessageReceiver[Any] | None:
+        options = LinkOptions(peer=peer, departure=departure, carries=carries, timeline=timeline)
+        if connection is None:
             return None
-        return LinkReceiver(
-            group,
-            peer=peer,
-            peer_in_group=peer_in_group,
-            pinned=is_accelerator(device),
-            departure=departure,
-            carries=carries,
-            timeline=timeline,
-        )
+        if isinstance(connection, NcclPair):
+            return DeviceLinkReceiver(connection, device, **options)
+        return LinkReceiver(connection, pinned=is_accelerator(device), **options)
 
-    def send(group: GlooGroup | None, *, peer: int, peer_in_group: int, carries: str) -> LinkSender | None:
-        if group is None:
+    def send(connection: LinkConnection | None, *, peer: int, carries: str) -> MessageSender | None:
+        options = LinkOptions(peer=peer, departure=departure, carries=carries, timeline=timeline)
+        if connection is None:
             return None
-        return LinkSender(
-            group, peer=peer, peer_in_group=peer_in_group, departure=departure, carries=carries, timeline=timeline
-        )
+        if isinstance(connection, NcclPair):
+            return DeviceLinkSender(connection, device, **options)
+        return LinkSender(connection, **options)
 
     before, after = topology.rank - 1, topology.rank + 1
     return StageLinks(
-        activations_in=receive(groups.down_in, peer=before, peer_in_group=0, carries="activations"),
-        gradients_out=send(groups.up_out, peer=before, peer_in_group=0, carries="gradients"),
-        gradients_in=receive(groups.up_in, peer=after, peer_in_group=1, carries="gradients"),
-        activations_out=send(groups.down_out, peer=after, peer_in_group=1, carries="activations"),
+        activations_in=receive(connections.down_in, peer=before, carries="activations"),
+        gradients_out=send(connections.up_out, peer=before, carries="gradients"),
+        gradients_in=receive(connections.up_in, peer=after, carries="gradients"),
+        activations_out=send(connections.down_out, peer=after, carries="activations"),
     )
 
 

@@ -52,7 +52,7 @@ def measure_network(peers: CalibrationPeers, device: torch.device, types: RankTy
     places = peers.share_values("places", [peers.host, peers.zone])
     hosts, zones = [host for host, _ in places], [zone for _, zone in places]
     if peers.connect is not None and peers.world_size > 1:
-        samples = measure_links(peers.rank, peers.world_size, peers.connect)
+        samples = measure_links(peers.rank, hosts, peers.connect)
         all_reduce = measure_all_reduce(peers.rank, hosts, peers.connect)
     gathered = peers.gather_values("links", [sample.to_json() for sample in samples])
     machines = peers.gather_values("machines", _describe_machine(device))

@@ -1,7 +1,8 @@
 """Latency, bandwidth and jitter between ranks, and the time of all-reduces, over the transport that training uses.
 
 Ranks r and r+1 measure their link both ways (activations go one way, their gradients the other), first all pairs with
-an even r at once, then those with an odd r: links are as busy as in a pipeline. All-reduces run over one rank of each
+an even r at once, then those with an odd r: links are as busy as in a pipeline. Between hosts, large messages also go
+over several connections, because many networks limit what one carries. All-reduces run over one rank of each
 of the first 2, 4, 8, … VMs, as the replicas of a stage lie; first one ring alone, then as many as the VMs have ranks.
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions
 
 from varuna.distributed.gloo import GlooGroup
+from varuna.distributed.link_connections import Connection, make_connection
 from varuna_planner.profile.document import AllReduceMeasurement, Link, Links
 
 __all__ = ["GroupConnector", "LinkSample", "classify_links", "is_across_zones", "measure_all_reduce", "measure_links"]
@@ -29,6 +31,10 @@ _WAIT = timedelta(seconds=60)
 _ROUND_TRIPS = 60
 _MESSAGE_BYTES = 4 * 1024 * 1024
 _MESSAGES = 4
+_SEVERAL = (2, 4)
+"""Numbers of connections that are tried beside one."""
+_LEAST_GAIN = 1.1
+"""More connections are worth their threads where they are this many times as fast."""
 _RING_BYTES = (64 * 1024, 1024 * 1024, 8 * 1024 * 1024)
 _LARGEST_RING = 32
 """Connecting a ring takes time quadratic in its size; beyond this size the planner extrapolates."""
@@ -43,7 +49,10 @@ class LinkSample:
     """From the first to the second."""
     latency_us: float
     bandwidth_bytes_per_s: float
+    """Over one connection."""
     jitter_us: float
+    several_bytes_per_s: tuple[float, ...] = ()
+    """The bandwidth over each of `_SEVERAL` connections; empty within a host."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,71 +60,82 @@ class LinkSample:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> LinkSample:
         first, second = fields["ranks"]
-        return cls(**{**fields, "ranks": (first, second)})
+        return cls(**{**fields, "ranks": (first, second), "several_bytes_per_s": tuple(fields["several_bytes_per_s"])})
 
 
-def measure_links(rank: int, world_size: int, connect: GroupConnector) -> list[LinkSample]:
-    """Measures the links from this rank to its neighbours. Called by all ranks."""
+def measure_links(rank: int, hosts: Sequence[str], connect: GroupConnector) -> list[LinkSample]:
+    """Measures the links from this rank to its neighbours. Called by all ranks. `hosts`: the VM of each rank."""
     samples = []
     for parity in (0, 1):
         first = rank if rank % 2 == parity else rank - 1
-        if not 0 <= first < world_size - 1:
-            continue
-        group = connect(f"calibrate/pair{first}", [first, first + 1])
-        if group is None:
+        if not 0 <= first < len(hosts) - 1:
             continue
         other = 2 * first + 1 - rank
+        counts = (1, *_SEVERAL) if hosts[first] != hosts[first + 1] else (1,)
+        names = [f"calibrate/pair{first}", *(f"calibrate/pair{first}/{i}" for i in range(1, counts[-1]))]
+        groups = [group for name in names if (group := connect(name, [first, first + 1])) is not None]
+        if not groups:
+            continue
+        connections = [make_connection(groups[:count], other - first) for count in counts]
         for sender in (first, first + 1):
             if rank == sender:
-                samples.append(_measure_as_sender(group, (rank, other), other - first))
+                samples.append(_measure_as_sender(connections, (rank, other)))
             else:
-                _answer_sender(group, other - first)
+                _answer_sender(connections)
+        for connection in connections:
+            connection.end()
     return samples
 
 
-def _measure_as_sender(group: GlooGroup, ranks: tuple[int, int], peer: int) -> LinkSample:
-    """Measures the link as its sender. `peer`: the other rank's index in the group."""
+def _measure_as_sender(connections: Sequence[Connection], ranks: tuple[int, int]) -> LinkSample:
+    """Measures the link as its sender. `connections`: over one, and over each of `_SEVERAL`."""
+    single = connections[0]
     small, large = _buffers()
     one_way_us = []
     for _ in range(_ROUND_TRIPS):
         started_s = time.perf_counter()
-        _send(group, small, peer)
-        _receive(group, small, peer)
+        _send(single, small)
+        _receive(single, small)
         one_way_us.append((time.perf_counter() - started_s) * 1e6 / 2)
     # The lower tenth is the link at rest; the average excess over it is jitter.
     latency_us = sorted(one_way_us)[_ROUND_TRIPS // 10]
     jitter_us = max(0.0, statistics.fmean(one_way_us) - latency_us)
-    transfers_s = []
+    transfers_s: list[list[float]] = [[] for _ in connections]
     for _ in range(_MESSAGES):
-        started_s = time.perf_counter()
-        _send(group, large, peer)
-        _receive(group, small, peer)
-        transfers_s.append(time.perf_counter() - started_s)
+        for connection, times_s in zip(connections, transfers_s, strict=True):  # in turns, for others use the link, too
+            started_s = time.perf_counter()
+            _send(connection, large)
+            _receive(single, small)
+            times_s.append(time.perf_counter() - started_s)
     # Half of a round trip belongs to the answer, the other half to the message's own latency.
-    transfer_s = max(statistics.median(transfers_s) - 2e-6 * latency_us, 1e-6)
-    return LinkSample(ranks, latency_us, _MESSAGE_BYTES / transfer_s, jitter_us)
+    bandwidth, *several = (
+        _MESSAGE_BYTES / max(statistics.median(times_s) - 2e-6 * latency_us, 1e-6) for times_s in transfers_s
+    )
+    return LinkSample(ranks, latency_us, bandwidth, jitter_us, tuple(several))
 
 
-def _answer_sender(group: GlooGroup, peer: int) -> None:
+def _answer_sender(connections: Sequence[Connection]) -> None:
+    single = connections[0]
     small, large = _buffers()
     for _ in range(_ROUND_TRIPS):
-        _receive(group, small, peer)
-        _send(group, small, peer)
+        _receive(single, small)
+        _send(single, small)
     for _ in range(_MESSAGES):
-        _receive(group, large, peer)
-        _send(group, small, peer)
+        for connection in connections:
+            _receive(connection, large)
+            _send(single, small)
 
 
 def _buffers() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(8, dtype=torch.uint8), torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
 
 
-def _send(group: GlooGroup, tensor: torch.Tensor, to: int) -> None:
-    group.send([tensor], to, 0).wait(_WAIT)
+def _send(connection: Connection, tensor: torch.Tensor) -> None:
+    connection.start_sending(tensor, 0).wait(_WAIT)
 
 
-def _receive(group: GlooGroup, tensor: torch.Tensor, sender: int) -> None:
-    group.recv([tensor], sender, 0).wait(_WAIT)
+def _receive(connection: Connection, tensor: torch.Tensor) -> None:
+    connection.start_receiving(tensor, 0).wait(_WAIT)
 
 
 def measure_all_reduce(rank: int, hosts: Sequence[str], connect: GroupConnector) -> list[AllReduceMeasurement]:
@@ -227,8 +247,20 @@ def is_across_zones(first: str, second: str) -> bool:
 
 
 def _typical(samples: Sequence[LinkSample]) -> Link:
+    connections, bandwidth = _choose_connections(samples)
     return Link(
         latency_us=statistics.median(sample.latency_us for sample in samples),
-        bandwidth_bytes_per_s=statistics.median(sample.bandwidth_bytes_per_s for sample in samples),
+        bandwidth_bytes_per_s=bandwidth,
         jitter_us=statistics.median(sample.jitter_us for sample in samples),
+        connections=connections,
     )
+
+
+def _choose_connections(samples: Sequence[LinkSample]) -> tuple[int, float]:
+    """How many connections each link is to have, and the bandwidth with them."""
+    chosen, bandwidth = 1, statistics.median(sample.bandwidth_bytes_per_s for sample in samples)
+    for place, count in enumerate(_SEVERAL):
+        measured = [sample.several_bytes_per_s[place] for sample in samples if sample.several_bytes_per_s]
+        if measured and statistics.median(measured) >= _LEAST_GAIN * bandwidth:
+            chosen, bandwidth = count, statistics.median(measured)
+    return chosen, bandwidth

@@ -1,6 +1,6 @@
-"""Sums of gradients over NCCL, where each rank has a CUDA device of its own.
+"""Sums of gradients over NCCL, where each rank has a CUDA device of its own, and messages where the script asks for it.
 
-gloo copies gradients through host memory; NCCL takes them from device to device, but refuses two ranks on one device.
+gloo copies tensors through host memory; NCCL takes them from device to device, but refuses two ranks on one device.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any, Protocol, cast
 
 import psutil
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from varuna.distributed.gloo import NEVER, GlooGroup, Work, keep_alive_forever
 from varuna.distributed.groups import RankGroup
 
-__all__ = ["NcclGroup", "abort_group", "connect_nccl", "have_own_devices"]
+__all__ = ["POLL_S", "DeviceWork", "NcclGroup", "NcclPair", "abort_group", "connect_nccl", "have_own_devices"]
 
-_POLL_S = 0.0005
+POLL_S = 0.0005
 """How often a wait checks whether the device is done. NCCL wakes no thread; a collective takes milliseconds."""
 
 
@@ -37,7 +38,10 @@ when a peer is gone: the worker would seem to have been killed, and its state wo
 _INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
-class _DeviceWork(Work, Protocol):
+class DeviceWork(Work, Protocol):
+    """An operation on a device. Once it is completed, `wait` returns at once, or raises RuntimeError when it failed; it
+    orders the current stream of the device behind the operation."""
+
     def is_completed(self) -> bool: ...
 
 
@@ -60,7 +64,7 @@ def connect_nccl(store: Store, rank: int, size: int, *, address: str) -> GlooGro
     with _settings():
         group = nccl(store, rank, size, options)
     keep_alive_forever(group)
-    return cast(GlooGroup, group)  # it has all of that but send and recv by tag
+    return cast(GlooGroup, group)  # it has all of that, but its send and recv ignore tags
 
 
 @contextmanager
@@ -92,6 +96,26 @@ def abort_group(group: object, within_s: float) -> bool:
     return not abort.is_alive()
 
 
+class NcclPair:
+    """One way between two ranks that each have a device of their own. Tensors arrive in the order in which they go.
+
+    Operations begin after what the current stream has now, and run beside it. The first one connects the two ranks, and
+    may block until the other rank has called it.
+    """
+
+    def __init__(self, group: GlooGroup, peer_in_group: int) -> None:
+        """`group`: of `connect_nccl`."""
+        self._group = group
+        self._peer_in_group = peer_in_group
+
+    def start_sending(self, tensor: Tensor) -> DeviceWork:
+        """The tensor is contiguous, and stays as it is until the work is completed."""
+        return cast(DeviceWork, self._group.send([tensor], self._peer_in_group, 0))
+
+    def start_receiving(self, tensor: Tensor) -> DeviceWork:
+        return cast(DeviceWork, self._group.recv([tensor], self._peer_in_group, 0))
+
+
 class NcclGroup(RankGroup):
     """Collectives among ranks that each have a device of their own.
 
@@ -103,13 +127,13 @@ class NcclGroup(RankGroup):
     def _start(self, operations: Sequence[Callable[[], Work]]) -> Callable[[], None]:
         self._departure.raise_if_leaving()
         try:
-            works = [cast(_DeviceWork, operation()) for operation in operations]
+            works = [cast(DeviceWork, operation()) for operation in operations]
         except RuntimeError as error:
             self._lost(error)
             raise
 
         def wait() -> None:
-            self._departure.wait_until(lambda: all(work.is_completed() for work in works), lambda: _POLL_S)
+            self._departure.wait_until(lambda: all(work.is_completed() for work in works), lambda: POLL_S)
             try:
                 for work in works:
                     work.wait(NEVER)  # on the host at once; orders the current stream behind NCCL's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from varuna.pipeline.loss_weight import WeightedLoss
 from varuna.pipeline.micro_batches import MicroBatch, StartedInputs
 from varuna.pipeline.pass_timer import PassTimer
 from varuna.pipeline.stage_setting import BoundaryShape
-from varuna.pipeline.transport import LinkReceiver, MessageTensor
+from varuna.pipeline.transport import MessageReceiver, MessageTensor
 
 __all__ = [
     "NO_HOOKS",
@@ -160,7 +160,11 @@ class MessageIntake:
     """
 
     def __init__(
-        self, receiver: LinkReceiver | None, boundaries: Sequence[BoundaryShape], sizes: Sequence[int], room: int
+        self,
+        receiver: MessageReceiver[Any] | None,
+        boundaries: Sequence[BoundaryShape],
+        sizes: Sequence[int],
+        room: int,
     ) -> None:
         """`receiver`: None where no neighbour sends. `sizes`: the examples in each micro-batch."""
         self.has_source = receiver is not None and len(boundaries) > 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from varuna.partition.stages.written_buffers import WrittenBuffers
 from varuna.pipeline.random_streams import RandomStreams
-from varuna.pipeline.transport import LinkReceiver, LinkSender
+from varuna.pipeline.transport import MessageReceiver, MessageSender
 from varuna_planner.schedule.policies import Policy
 
 __all__ = ["BoundaryShape", "RunnableStage", "StageContext", "StageLinks", "StagePosition"]
@@ -62,10 +62,10 @@ class StagePosition:
 class StageLinks:
     """The stage's connections to its neighbours; None where the pipeline ends."""
 
-    activations_in: LinkReceiver | None = None
-    activations_out: LinkSender | None = None
-    gradients_in: LinkReceiver | None = None
-    gradients_out: LinkSender | None = None
+    activations_in: MessageReceiver[Any] | None = None
+    activations_out: MessageSender | None = None
+    gradients_in: MessageReceiver[Any] | None = None
+    gradients_out: MessageSender | None = None
 
     @property
     def are_sending(self) -> bool:

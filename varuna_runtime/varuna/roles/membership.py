@@ -490,7 +490,14 @@ class GenerationMembership:
         """Connects this rank, with its state, to the others of its generation."""
         parts = self._parts
         with keep_global_generators(parts.device):
-            parts.assembly = connect_stage(stage, parts.model_map, parts.worker, parts.device, parts.precision)
+            parts.assembly = connect_stage(
+                stage,
+                parts.model_map,
+                parts.worker,
+                device=parts.device,
+                precision=parts.precision,
+                link_kind=parts.link_kind,
+            )
         self._follow_generation()
         parts.worker.phases.end_phase("connect")
 

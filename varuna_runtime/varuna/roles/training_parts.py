@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.assembly.assembly import agree_on_seed, assemble_alone, assemble_rank, stages_of
+from varuna.assembly.connections import LINK_KINDS, LinkKind
 from varuna.copies.ahead_taker import AheadTaker
 from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
@@ -47,8 +48,11 @@ class TrainingOptions:
     ema: float | None = None
     max_non_finite_steps: int | None = None
     accumulate: bool = False
+    links: LinkKind = "gloo"
 
     def __post_init__(self) -> None:
+        if self.links not in LINK_KINDS:
+            raise ValueError(f"links={self.links!r}: give one of {', '.join(map(repr, LINK_KINDS))}")
         check_decay(self.ema)
         check_max_non_finite_steps(self.max_non_finite_steps)
 
@@ -58,6 +62,7 @@ class TrainingParts:
 
     Attributes:
         assembly: the rank with its stage, connected to the others of its generation.
+        link_kind: what carries messages between stages.
         wrapped_map: of the model as the script has wrapped it.
         model_map: by which the stage runs: that of the newest trace.
         surface: what the script sees of the model.
@@ -82,6 +87,7 @@ class TrainingParts:
     ) -> None:
         """As for `TrainingRole`."""
         self.worker, self.device, self.precision = wrapped.worker, wrapped.device, wrapped.precision
+        self.link_kind = options.links
         environment = self.worker.environment
         self.non_finite = NonFiniteSteps(
             options.max_non_finite_steps, environment.on_non_finite, logs=environment.rank == 0
@@ -97,6 +103,7 @@ class TrainingParts:
                 device=self.device,
                 precision=self.precision,
                 values=wrapped.values,
+                link_kind=options.links,
             )
         stage, everyone = self.assembly.stage, self.assembly.everyone
         self.expected_weight = ExpectedWeight(self.assembly.replicas, self.device)

@@ -44,6 +44,7 @@ PLAN = {
     "memory_bytes": [1_610_612_736, 1_503_238_553],
     "shares": [],
     "gpu_types": [],
+    "link_connections": 1,
 }
 _CANDIDATES = [
     {"p": 2, "d": 2, "micro_batch": 4, "predicted_minibatch_s": 0.41, "fits": True, "reason": "the fastest"},

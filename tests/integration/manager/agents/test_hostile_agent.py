@@ -296,6 +296,7 @@ def reports_about(job_ids: list[str]) -> SearchStrategy[pb.Report]:
             phases=st.lists(phase),
             kept_bytes=LONG,
             peer_bytes=LONG,
+            late_bytes=LONG,
             store_bytes=LONG,
             micro_batches_redone=NUMBERS,
         ),

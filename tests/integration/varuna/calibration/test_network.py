@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
+import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from varuna.calibration.links import (
@@ -41,12 +43,29 @@ def on_every_rank(world_size: int, measure: Callable[[int, GroupConnector], T]) 
 
 
 def test_every_link_is_measured_both_ways() -> None:
-    samples = on_every_rank(3, lambda rank, connect: measure_links(rank, 3, connect))
+    samples = on_every_rank(3, lambda rank, connect: measure_links(rank, ["a", "a", "b"], connect))
     assert [[sample.ranks for sample in of_rank] for of_rank in samples] == [[(0, 1)], [(1, 0), (1, 2)], [(2, 1)]]
     for sample in (sample for of_rank in samples for sample in of_rank):
         assert sample.latency_us > 0
         assert sample.jitter_us >= 0
         assert sample.bandwidth_bytes_per_s > 0
+        assert len(sample.several_bytes_per_s) == (2 if 2 in sample.ranks else 0), "only between hosts"
+        assert all(bandwidth > 0 for bandwidth in sample.several_bytes_per_s)
+        assert LinkSample.from_json(json.loads(json.dumps(sample.to_json()))) == sample
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "connections"),
+    [((1e9, 2e9, 4e9), 4), ((1e9, 2e9, 2.1e9), 2), ((1e9, 1.05e9, 1.2e9), 4), ((1e9, 1.05e9, 1.09e9), 1)],
+)
+def test_links_have_more_connections_where_these_are_clearly_faster(
+    bandwidths: tuple[float, float, float], connections: int
+) -> None:
+    one, *several = bandwidths
+    samples = [LinkSample((0, 1), 10.0, one * factor, 1.0, tuple(b * factor for b in several)) for factor in (1, 1, 9)]
+    between = classify_links(samples, ["a", "b"]).other_vm
+    assert between.connections == connections
+    assert between.bandwidth_bytes_per_s == (one, several[0], several[1])[(1, 2, 4).index(connections)]
 
 
 def test_the_way_of_the_gradients_counts_as_much_as_that_of_the_activations() -> None:

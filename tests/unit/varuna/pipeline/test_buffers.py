@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup, connect_group
+from varuna.distributed.link_connections import GlooConnection
 from varuna.partition import Stage, build_stage, trace
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.micro_batches import MicroBatch
@@ -46,12 +47,12 @@ def run_two_stages(stages: list[Stage], *, recompute: bool) -> float:
     def run(stage: int) -> float:
         departure = Departure(lambda code: None)
         first = StageLinks(
-            activations_out=LinkSender(down[0], peer=0, peer_in_group=1, departure=departure),
-            gradients_in=LinkReceiver(up[0], peer=0, peer_in_group=1, pinned=False, departure=departure),
+            activations_out=LinkSender(GlooConnection(down[0], 1), peer=0, departure=departure),
+            gradients_in=LinkReceiver(GlooConnection(up[0], 1), peer=0, pinned=False, departure=departure),
         )
         last = StageLinks(
-            activations_in=LinkReceiver(down[1], peer=0, peer_in_group=0, pinned=False, departure=departure),
-            gradients_out=LinkSender(up[1], peer=0, peer_in_group=0, departure=departure),
+            activations_in=LinkReceiver(GlooConnection(down[1], 0), peer=0, pinned=False, departure=departure),
+            gradients_out=LinkSender(GlooConnection(up[1], 0), peer=0, departure=departure),
         )
         position = StagePosition(stage=stage, p=2, policy=Policy.GPIPE, run_ahead=0, recompute=recompute)
         engine = Engine(

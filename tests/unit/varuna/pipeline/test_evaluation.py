@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup, connect_group
+from varuna.distributed.link_connections import GlooConnection
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.micro_batches import MicroBatch
 from varuna.pipeline.stage_setting import StageLinks, StagePosition
@@ -94,11 +95,11 @@ def pair() -> list[GlooGroup]:
 def test_a_stage_that_is_ahead_waits_for_the_next_one() -> None:
     group, may_begin = pair(), threading.Event()
     departures = [Departure(lambda code: None) for _ in range(2)]
-    sender = WatchedSender(group[0], peer=0, peer_in_group=1, departure=departures[0], may_begin=may_begin)
+    sender = WatchedSender(GlooConnection(group[0], 1), peer=0, departure=departures[0], may_begin=may_begin)
     links = [
         StageLinks(activations_out=sender),
         StageLinks(
-            activations_in=LinkReceiver(group[1], peer=0, peer_in_group=0, pinned=False, departure=departures[1])
+            activations_in=LinkReceiver(GlooConnection(group[1], 0), peer=0, pinned=False, departure=departures[1])
         ),
     ]
 

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup, connect_group
+from varuna.distributed.link_connections import GlooConnection
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.micro_batches import MicroBatch
 from varuna.pipeline.stage_setting import StageLinks, StagePosition
@@ -98,11 +99,11 @@ def test_a_stage_never_has_more_buffers_than_its_stash_allows(policy: Policy, ru
         ends: dict[str, Any] = {"peer": 0, "departure": departure}
         activations = gradients = activations_out = gradients_out = None
         if stage > 0:
-            activations = CountingReceiver(down[stage - 1][1], peer_in_group=0, pinned=False, **ends)
-            gradients_out = LinkSender(up[stage - 1][1], peer_in_group=0, **ends)
+            activations = CountingReceiver(GlooConnection(down[stage - 1][1], 0), pinned=False, **ends)
+            gradients_out = LinkSender(GlooConnection(up[stage - 1][1], 0), **ends)
         if stage < p - 1:
-            gradients = CountingReceiver(up[stage][0], peer_in_group=1, pinned=False, **ends)
-            activations_out = LinkSender(down[stage][0], peer_in_group=1, **ends)
+            gradients = CountingReceiver(GlooConnection(up[stage][0], 1), pinned=False, **ends)
+            activations_out = LinkSender(GlooConnection(down[stage][0], 1), **ends)
         links = StageLinks(
             activations_in=activations,
             gradients_out=gradients_out,
