@@ -35,7 +35,13 @@ TRACED = messages(pb.StepTraced, job_id=TEXT, generation=LONG, rank=SMALL, step=
 KINDS = {
     "hello": messages(w.WorkerHello, job_id=TEXT, generation=LONG, rank=SMALL, pid=SMALL),
     "ready": messages(
-        w.WorkerReady, resumed_step=LONG, phases=PHASES, kept_bytes=LONG, peer_bytes=LONG, late_bytes=LONG, store_bytes=LONG
+        w.WorkerReady,
+        resumed_step=LONG,
+        phases=PHASES,
+        kept_bytes=LONG,
+        peer_bytes=LONG,
+        late_bytes=LONG,
+        store_bytes=LONG,
     ),
     "generation_left": messages(
         w.GenerationLeft,

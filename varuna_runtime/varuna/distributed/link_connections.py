@@ -7,9 +7,11 @@ is cut into as many pieces, which go at the same time. Small tensors take the fi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -79,16 +81,13 @@ class ParallelConnections:
         self._peer_in_group = peer_in_group
         # gloo copies to the socket within the call, so each further connection has a thread that makes its calls. What
         # arrives is copied by the threads that gloo has for each group.
-        self._pool = ThreadPoolExecutor(len(groups) - 1, "varuna-connection")
+        self._callers = [_SendCaller(group, peer_in_group) for group in groups[1:]]
 
     def start_sending(self, tensor: Tensor, tag: int) -> Transfer:
         first, *others = self._cut(tensor)
         peer = self._peer_in_group
         # The others before the first, which this thread copies itself meanwhile.
-        handed = [
-            _HandedTransfer(self._pool.submit(group.send, [piece], peer, tag))
-            for group, piece in zip(self._groups[1:], others, strict=False)
-        ]
+        handed = [caller.start_sending(piece, tag) for caller, piece in zip(self._callers, others, strict=False)]
         return _PiecewiseTransfer([self._groups[0].send([first], peer, tag), *handed])
 
     def start_receiving(self, tensor: Tensor, tag: int) -> Transfer:
@@ -96,7 +95,8 @@ class ParallelConnections:
         return _PiecewiseTransfer([group.recv([piece], self._peer_in_group, tag) for group, piece in pieces])
 
     def end(self) -> None:
-        self._pool.shutdown(wait=False)
+        for caller in self._callers:
+            caller.end()
 
     def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
         return [tensor] if tensor.nbytes <= WHOLE_BYTES else cut_tensor(tensor, len(self._groups))
@@ -110,6 +110,36 @@ def make_connection(groups: Sequence[GlooGroup], peer_in_group: int) -> Connecti
 def cut_tensor(tensor: Tensor, count: int) -> Sequence[Tensor]:
     """The bytes of a contiguous tensor in `count` pieces, which share its memory and differ by at most one byte."""
     return torch.tensor_split(tensor.view(-1).view(torch.uint8), count)
+
+
+class _SendCaller:
+    """A thread that calls gloo. It is a daemon, as all that wait in gloo: no executor, whose threads the interpreter
+    waits for at its end."""
+
+    def __init__(self, group: GlooGroup, peer_in_group: int) -> None:
+        self._group = group
+        self._peer_in_group = peer_in_group
+        self._calls: SimpleQueue[tuple[Tensor, int, Future[Work]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start_sending(self, tensor: Tensor, tag: int) -> Transfer:
+        if self._thread is None:  # a connection that only receives needs none
+            self._thread = threading.Thread(target=self._call_all, name="varuna-connection", daemon=True)
+            self._thread.start()
+        started: Future[Work] = Future()
+        self._calls.put((tensor, tag, started))
+        return _HandedTransfer(started)
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+    def _call_all(self) -> None:
+        while (call := self._calls.get()) is not None:
+            tensor, tag, started = call
+            try:
+                started.set_result(self._group.send([tensor], self._peer_in_group, tag))
+            except RuntimeError as error:
+                started.set_exception(error)
 
 
 class _HandedTransfer:

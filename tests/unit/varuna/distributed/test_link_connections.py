@@ -120,5 +120,7 @@ def test_a_connection_ends_its_threads() -> None:
     for end in ends:
         assert isinstance(end, link_connections.ParallelConnections)
         end.end()
-        threads = end._pool._threads
-        wait_until(lambda threads=threads: not any(thread.is_alive() for thread in threads), "its threads' end")  # type: ignore[misc]
+    threads = [caller._thread for end in ends for caller in end._callers if caller._thread is not None]  # type: ignore[attr-defined]
+    assert threads
+    assert all(thread.daemon for thread in threads), "the interpreter does not wait for one that gloo keeps"
+    wait_until(lambda: not any(thread.is_alive() for thread in threads), "its threads' end")
