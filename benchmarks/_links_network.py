@@ -23,6 +23,7 @@ Ports = tuple[int, int]
 _LEAST_BURST_BYTES = 128 * 1024
 """More than the largest packet before it is cut into frames: the shaper would cut it by itself, which is slow."""
 _BURST_S = 0.0005
+_LEAST_MBIT = 1.0
 
 
 class FlowLimitedNetwork:
@@ -35,7 +36,8 @@ class FlowLimitedNetwork:
     def __init__(self, flow_mbit: float, link_mbit: float) -> None:
         """Raises PermissionError without root."""
         require_root()
-        self._flow, self._link = _make_shape(flow_mbit), _make_shape(link_mbit)
+        # Flows have no share of their own in the link, whose rate would not hold them back up to that share.
+        self._flow, self._link = _make_shape(flow_mbit, _LEAST_MBIT), _make_shape(link_mbit, link_mbit)
         self._name = f"vl{os.getpid() % 100000}"
         self._subnet = f"10.{100 + os.getpid() % 50}.{time.monotonic_ns() % 250}"
         self.rendezvous_host = f"{self._subnet}.1"
@@ -95,7 +97,8 @@ def list_ports() -> list[Ports]:
     return found
 
 
-def _make_shape(mbit: float) -> str:
+def _make_shape(mbit: float, own_mbit: float) -> str:
+    """The parameters of a class that may carry `mbit`, `own_mbit` of it whatever others carry."""
     burst = max(_LEAST_BURST_BYTES, int(mbit * 1e6 / 8 * _BURST_S))
-    rate = f"{mbit * WIRE_TO_PAYLOAD:.3f}mbit"
-    return f"rate {rate} ceil {rate} burst {burst} cburst {burst}"
+    own, most = (f"{rate * WIRE_TO_PAYLOAD:.3f}mbit" for rate in (own_mbit, mbit))
+    return f"rate {own} ceil {most} burst {burst} cburst {burst}"
