@@ -60,8 +60,8 @@ class LateState:
     """One rank's. All ranks of a generation that moves in the middle of a step make one."""
 
     def __init__(self, worker: WorkerProcess, source: LateSource, end_move: Callable[[], None]) -> None:
-        """Begins to fetch, and closes the `source` at the end. `end_move` is called, from another thread, when all
-        ranks have their late state."""
+        """Closes the `source` at the end. `end_move` is called, from another thread, when all ranks have their late
+        state."""
         self._worker, self._departure, self._source = worker, worker.departure, source
         self._end_move = end_move
         self.bytes = source.bytes_for_update
@@ -70,7 +70,12 @@ class LateState:
         self._have_all = False
         """Whether all ranks have theirs."""
         self._is_left = False
-        threading.Thread(target=self._fetch, name="varuna-late-state", daemon=True).start()
+        self._thread = threading.Thread(target=self._fetch, name="varuna-late-state", daemon=True)
+
+    def begin(self) -> None:
+        """Begins to fetch: this rank is connected with its new stage. Before, it could not go on with that, even if it
+        were whole."""
+        self._thread.start()
 
     def fill(self) -> None:
         """Waits until all ranks have theirs, and fills this rank's. Raises as a worker that leaves."""
@@ -82,6 +87,8 @@ class LateState:
         and is not waited for."""
         with self._departure.condition:
             self._is_left = True
+        if self._thread.ident is None:  # it has not begun
+            self._source.close()
         if self._have_all:
             self._source.fill_for_update(self._files)
 

@@ -270,8 +270,7 @@ class GenerationMembership:
         self._connect_anew(stage)
         if moves:  # a rank that is lost before leaves the others without a stage that is connected
             holder.hold_stage()
-        if moves and parts.late is None:
-            holder.end_move()
+            self._end_move()
         late_bytes = 0 if parts.late is None else parts.late.bytes
         sources = StateSources(
             kept_bytes=max(parts.checkpoints.state_bytes - peer_bytes - late_bytes, 0),
@@ -464,6 +463,13 @@ class GenerationMembership:
             step.kept = follow_sums(sums, meeting.settled, parts.worker.environment, rest.expected_weight)
         parts.copies = parts.shares = None  # of stages that are no more
         return stage, peer_bytes
+
+    def _end_move(self) -> None:
+        """Ends the move to another stage, now or when all ranks have their late state."""
+        if self._parts.late is None:
+            self._holder.end_move()
+        else:
+            self._parts.late.begin()
 
     def _release_stage(self) -> Stage:
         """The stage, whose connections have ended; nothing else here keeps it."""
