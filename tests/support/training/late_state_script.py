@@ -57,8 +57,8 @@ def hold_up(late: dict[str, Any], rank: int, out: Path) -> None:
         (out / f"late.rank{rank}.json").write_text(json.dumps({"forwards": forwards, "bytes": state.bytes}))
 
     LateState.__init__ = begin_and_note  # type: ignore[method-assign,assignment]
-    LateState.fill = fill_and_note  # type: ignore[method-assign]
-    StageMove.read_for_update = read_later  # type: ignore[method-assign]
+    LateState.fill = fill_and_note  # type: ignore[method-assign,assignment]
+    StageMove.read_for_update = read_later  # type: ignore[method-assign,assignment]
     Engine._run_forward = count_and_run  # type: ignore[method-assign,assignment]
 
 
