@@ -8,8 +8,8 @@
 Each trial has a manager of its own with local VMs (`varuna manager --vms 4`, with a --slow-threshold that none reaches,
 because waiting layers look slow), real agents and workers, and a job of Linear layers with AdamW as 2 stages × 2
 replicas. Its layers also wait for as long as a device would compute; those of `22MB-10s` and
-`22MB-40s` wait for so long in each step, and those of `200MB-30s`, `1.2GB-30s` and `1.2GB-120s` after the loss of one
-VM of four.
+`22MB-40s` wait for so long in each step, and those of `200MB-30s` and `1.2GB-120s` after the loss of one VM of four
+(`--shape 1x4`).
 All processes of the last rank's VM get SIGKILL in the middle of a step (`--kill-at`), and no VM replaces it. Some steps
 later one comes back, and the job grows. In the row `in place` processes stay at the loss and at the growth, where new
 ones, which are started ahead, join them and take what they lack from their memories. In the row `not ahead`
@@ -70,7 +70,6 @@ SIZES = {
         ModelSize(name="200MB", width=1024, layers=16, global_batch=64, micro_batch=8, example_ms=0.25),
         ModelSize(name="1.2GB", width=2048, layers=24, global_batch=32, micro_batch=4, example_ms=0.25),
         ModelSize(name="200MB-30s", width=1024, layers=16, global_batch=64, micro_batch=2, example_ms=28.0),
-        ModelSize(name="1.2GB-30s", width=2048, layers=24, global_batch=32, micro_batch=2, example_ms=35.0),
         ModelSize(name="1.2GB-120s", width=2048, layers=24, global_batch=32, micro_batch=1, example_ms=160.0),
         ModelSize(name="4.8GB", width=4096, layers=24, global_batch=32, micro_batch=4, example_ms=0.25),
     )
@@ -132,8 +131,8 @@ def main() -> None:
     trials: list[Trial] = []
     try:
         run_rounds([SIZES[name] for name in given.sizes], given.rows, given.rounds, options, trials.append)
-    except (KeyboardInterrupt, SystemExit):
-        print("ended early: these are the trials until then", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit) as error:
+        print(f"ended early: these are the trials until then. {error}", file=sys.stderr)
     report = make_report(trials) | {"link_mbit": {"set": given.mbit, "measured": link_mbit} if given.mbit else None}
     if given.json:
         print(json.dumps(report, indent=2))
