@@ -107,7 +107,7 @@ def miss_update(out: Path, rank: int, step: int) -> None:
     TrainingRole._update = update_or_miss  # type: ignore[assignment,method-assign]
 
 
-def die(*_: object) -> NoReturn:
+def die(*_: object, **_named: object) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 

@@ -277,9 +277,13 @@ class _ServingPresence(RankPresence):
         return list(self._connections)
 
     def _ask_rank(self, rank: int) -> None:
+        self._send_to_rank(rank, PresenceMessage(ARE_YOU_THERE, self._rank))
+
+    def _send_to_rank(self, rank: int, message: PresenceMessage) -> None:
+        """Sends nothing to a rank that has ended meanwhile."""
         connection = self._connections.get(rank)
         if connection is not None:
-            self._send_message(connection, PresenceMessage(ARE_YOU_THERE, self._rank))
+            self._send_message(connection, message)
 
     def _pass_on(self, rank: int, call: RankCall) -> None:
         """Sends a call that is new to all others. They answer when they know of it."""
@@ -293,7 +297,7 @@ class _ServingPresence(RankPresence):
         if is_new:
             message = PresenceMessage(call.operation.value, rank, call.number, call.steps)
             for other in sorted(unaware):
-                self._send_message(self._connections[other], message)
+                self._send_to_rank(other, message)
         if rank != 0:
             self._calls.receive_call(rank, call)
         self._answer_askers(call.number)
@@ -307,8 +311,8 @@ class _ServingPresence(RankPresence):
             askers = self._askers.pop(number, set())
         if 0 in askers:
             self._end_known.set()
-        for rank in askers & set(self._connections):
-            self._send_message(self._connections[rank], PresenceMessage(CALL_KNOWN, rank, number))
+        for rank in askers - {0}:
+            self._send_to_rank(rank, PresenceMessage(CALL_KNOWN, rank, number))
 
     def _serve(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)

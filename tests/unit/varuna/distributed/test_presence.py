@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import Departure, GenerationEnded, PeerLost
 from varuna.distributed.presence import RankPresence
 from varuna.distributed.presence_messages import (
@@ -79,6 +80,24 @@ def test_who_says_goodbye_is_not_lost(ranks: list[Rank]) -> None:
     ranks[1].die()
     ranks[2].die()  # comes after the goodbye, because rank 0 reads both in one thread
     assert ranks[0].reason() == "rank 2 is gone: its process has ended"
+
+
+def test_rank_0_ends_while_another_rank_says_goodbye(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has listed whom it tells that its script is over, and forgets one of them before it tells the others."""
+    serving = ranks[0].presence
+    send, told = serving._send_message, list[int]()
+
+    def send_and_forget(connection: socket.socket, message: PresenceMessage) -> None:
+        if message.kind == CallKind.END.value:
+            told.append(message.kind)
+            serving._forget_rank(2)  # type: ignore[attr-defined]  # its goodbye, which another thread receives
+        send(connection, message)
+
+    monkeypatch.setattr(serving, "_send_message", send_and_forget)
+    ranks[2].presence._over = True
+    serving._calls.announce_end()
+    assert told == [CallKind.END.value], "rank 1 is told, and rank 2 has ended"
+    assert serving._end_known.wait(DEADLINE_S)
 
 
 def test_leaving_a_generation_that_is_over_is_a_goodbye_and_leaving_for_a_lost_peer_is_none(ranks: list[Rank]) -> None:
