@@ -46,6 +46,7 @@ from varuna.copies.share_owner import ShareOwner
 from varuna.cut_point import CutPoint
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.pass_timer import PassTimer
+from varuna.roles.late_state import LateState
 from waiting import wait_until
 
 LEDGER_BASE = 4
@@ -218,6 +219,34 @@ def die_when_others_work(out: Path, kills: list[dict[str, Any]], own: int, p: in
     killing_script.die = wait_and_die
 
 
+def die_when_all_have_moved(out: Path, own: int) -> None:
+    """Puts this rank's death off until no rank lacks late state: before that, a loss ends the move of all."""
+    die, states = killing_script.die, list[LateState]()
+    begin, end_move = LateState.begin, LateState._end_wait
+
+    def mark(state: LateState) -> Path:
+        return out / f"late.generation{state._worker.environment.generation}.rank{own}"
+
+    def begin_and_mark(state: LateState) -> None:
+        states.append(state)
+        mark(state).touch()
+        begin(state)
+
+    def end_and_unmark(state: LateState) -> None:
+        end_move(state)
+        mark(state).unlink()
+
+    def wait_and_die() -> None:
+        if states:  # when all have it here, all others have begun, too
+            wait_until(lambda: states[-1]._have_all, "the late state")
+            wait_until(lambda: not list(out.glob(f"{mark(states[-1]).stem}.rank*")), "the others' late state")
+        die()
+
+    LateState.begin = begin_and_mark  # type: ignore[method-assign,assignment]
+    LateState._end_wait = end_and_unmark  # type: ignore[method-assign,assignment]
+    killing_script.die = wait_and_die
+
+
 class Checkpointed(nn.Module):
     """Runs a block again in its backward."""
 
@@ -265,6 +294,7 @@ if __name__ == "__main__":
         varuna.roles.kept_inputs._LEAST_STEP_S = 0.0
     kills = wanted.get("kills", [])
     meet_before(*(kill["rank"] for kill in kills))
+    die_when_all_have_moved(Path(wanted["out"]), own)
     if own in [kill["rank"] for kill in kills if "step" in kill]:
         die_when_others_work(Path(wanted["out"]), kills, own, wanted["p"])
     for kill in kills:

@@ -80,7 +80,7 @@ class LateState:
     def fill(self) -> None:
         """Waits until all ranks have theirs, and fills this rank's. Raises as a worker that leaves."""
         self._departure.wait_until(lambda: self._have_all)
-        self._source.fill_for_update(self._files)
+        self._fill_now()
 
     def leave(self) -> None:
         """The generation has ended here: fills this rank's late state if all ranks had theirs. If not, it is of no use,
@@ -90,7 +90,11 @@ class LateState:
         if self._thread.ident is None:  # it has not begun
             self._source.close()
         if self._have_all:
-            self._source.fill_for_update(self._files)
+            self._fill_now()
+
+    def _fill_now(self) -> None:
+        files, self._files = self._files, ()
+        self._source.fill_for_update(files)
 
     def _fetch(self) -> None:
         began_s, fault = time.monotonic(), ""

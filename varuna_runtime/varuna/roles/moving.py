@@ -169,6 +169,7 @@ class StageMove:
         """Fills what `read_for_update` has returned."""
         if self._staged is not None:
             self._staged.fill_for_update(files)
+        self._staged = None  # nobody may keep parameters: the next move would take it for the script
 
     def keep_stage(self) -> str:
         """As `take_stage`, where this rank and all that were there before keep their stages, and new ones take theirs.
