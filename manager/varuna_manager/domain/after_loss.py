@@ -115,9 +115,10 @@ def _make_option(job: JobView, before: Plan, proposal: Proposal, kept: float, *,
 
 def _predict_moving_s(job: JobView, proposal: Proposal, *, left: float) -> float:
     """How long processes that move wait for their state. `left`: examples of the step that they run, meanwhile what
-    only its update reads may come. New processes wait for all."""
+    only its update reads may come. New processes wait for all, and so do those that copy their states."""
+    generation = job.generation
     assert proposal.plan is not None
-    if job.generation is None or not job.generation.devices.issuperset(proposal.placement):
+    if generation is None or generation.keepers or not generation.devices.issuperset(proposal.placement):
         return proposal.moving_s
     return proposal.moving_s - min(proposal.late_s, left / proposal.plan.examples_per_s)
 

@@ -27,7 +27,7 @@ from waiting import wait_until
 def hold_up(late: dict[str, Any], rank: int, out: Path) -> None:
     states: list[LateState] = []
     forwards = 0
-    begin, fill = LateState.__init__, LateState.fill
+    begin, fill, end_wait = LateState.__init__, LateState.fill, LateState._end_wait
     read, run_forward = StageMove.read_for_update, Engine._run_forward
 
     def begin_and_note(state: LateState, *arguments: Any) -> None:
@@ -50,13 +50,20 @@ def hold_up(late: dict[str, Any], rank: int, out: Path) -> None:
         run_forward(engine, *arguments)
         forwards += bool(states)
 
+    def end_and_note(state: LateState) -> None:
+        end_wait(state)
+        (out / f"whole.rank{rank}").touch()
+
     def fill_and_note(state: LateState) -> None:
         fill(state)
         if rank in late.get("dies_at_end", ()):
+            ranks = len(state._worker.topology.everyone)
+            wait_until(lambda: len(list(out.glob("whole.rank*"))) == ranks, "the others' late state")
             os.kill(os.getpid(), signal.SIGKILL)
         (out / f"late.rank{rank}.json").write_text(json.dumps({"forwards": forwards, "bytes": state.bytes}))
 
     LateState.__init__ = begin_and_note  # type: ignore[method-assign,assignment]
+    LateState._end_wait = end_and_note  # type: ignore[method-assign,assignment]
     LateState.fill = fill_and_note  # type: ignore[method-assign,assignment]
     StageMove.read_for_update = read_later  # type: ignore[method-assign,assignment]
     Engine._run_forward = count_and_run  # type: ignore[method-assign,assignment]

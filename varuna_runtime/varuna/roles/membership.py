@@ -431,9 +431,10 @@ class GenerationMembership:
         New processes take it.
         """
         parts, rest = self._parts, None if step is None else step.rest
-        # New processes are in their scripts, which may read the whole state before the step.
-        are_new = any(one.is_new for one in meeting.members)
-        is_late = step is not None and step.totals is None and not are_new and may_be_late()
+        # New processes are in their scripts, which may read the whole state before the step. Copies of the new stages
+        # are made in the rest of the step: with one replica, another loss in it needs them.
+        needs_all = any(one.is_new for one in meeting.members) or bool(parts.worker.environment.keepers)
+        is_late = step is not None and step.totals is None and not needs_all and may_be_late()
         sums = None if rest is None else rest.sums
         self._holder.begin_move(before)
         self._require_together(meeting.members)
