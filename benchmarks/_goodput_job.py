@@ -13,11 +13,11 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from varuna_manager.domain.leaving_step import SUMS_PART, predict_fill_s
 from varuna_planner.liveput.copies import NOTHING, CopiedParts
-from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, count_moved_bytes
+from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, MovingTime, predict_moving
 from varuna_planner.liveput.spot_trace import SpotTrace
 from varuna_planner.profile.document import Profile
 from varuna_planner.schedule.batching import shared_micro_batch
@@ -67,14 +67,6 @@ class System:
     save_stall_s: float = 0.5
 
 
-class Moving(NamedTuple):
-    """The time in which the state moves."""
-
-    whole_s: float
-    late_s: float
-    """The part of it for what only updates read."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class State:
     """The model's state, and the links over which it moves."""
@@ -98,21 +90,17 @@ class State:
         stages = [sum(self.section_bytes[first:stop]) for first, stop in itertools.pairwise(bounds)]
         return max(stages) / self.link_bytes_per_s
 
-    def predict_moving(self, plan: Plan, vms: Sequence[str], before: Plan, holders: Sequence[str]) -> Moving:
+    def predict_moving(self, plan: Plan, vms: Sequence[str], before: Plan, holders: Sequence[str]) -> MovingTime:
         """How long processes on `vms` take the state of `before` from the memories of `holders`."""
-
-        def predict_s(section_bytes: Sequence[int]) -> float:
-            moved = count_moved_bytes(
-                section_bytes,
-                stage_starts=plan.stage_starts,
-                placement=vms,
-                held_starts=before.stage_starts,
-                holders=holders,
-            )
-            return moved.predict_s(self.link_bytes_per_s)
-
-        whole_s = predict_s(self.section_bytes)
-        return Moving(whole_s, max(0.0, whole_s - predict_s(self.parameter_bytes)))
+        return predict_moving(
+            self.section_bytes,
+            self.parameter_bytes,
+            self.link_bytes_per_s,
+            stage_starts=plan.stage_starts,
+            placement=vms,
+            held_starts=before.stage_starts,
+            holders=holders,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -600,10 +588,10 @@ class ReplayedJob:
             return sums_s
         rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
         are_new = not set(start.vms) <= set(before.vms)
-        return sums_s + moving.whole_s - (0.0 if are_new else min(moving.late_s, rest_s))
+        return sums_s + (moving.whole_s if are_new else moving.predict_wait_s(rest_s))
 
 
-def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> Moving:
+def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> MovingTime:
     """`alive`: the VM that has each old rank's part; empty: none."""
     by_stage = {
         stage: [vm for rank, vm in enumerate(alive) if rank % before.p == stage and vm] for stage in range(before.p)

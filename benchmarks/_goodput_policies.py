@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from _goodput_job import Moving, Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
+from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
 
 from varuna_manager.domain.actions import Decision, StartGeneration, StopGeneration
 from varuna_manager.domain.devices import choose_devices
@@ -41,7 +41,7 @@ from varuna_manager.domain.states import (
 from varuna_planner.liveput.checkpoint_interval import Cadence
 from varuna_planner.liveput.copies import CopiedParts
 from varuna_planner.liveput.hazard import holder_losses_per_hour, list_bursts, removals_per_vm_hour
-from varuna_planner.liveput.morph_cost import MorphKind, expected_life_s, worthwhile_ratio
+from varuna_planner.liveput.morph_cost import MorphKind, MovingTime, expected_life_s, worthwhile_ratio
 from varuna_planner.placement import place
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Device, Plan
@@ -288,7 +288,7 @@ class ManagersRules:
         previous = {} if before is None else {Device(vm, 0): rank for rank, vm in enumerate(before.vms)}
         previous_p = None if before is None else before.plan.p
         placement = place(plan.p, plan.d, devices, previous, previous_p=previous_p)
-        moving = Moving(0.0, 0.0)
+        moving = MovingTime(0.0, 0.0)
         if before is not None:
             vms = [device.vm_id for device in placement]
             moving = self._state.predict_moving(plan, vms, before.plan, before.vms)

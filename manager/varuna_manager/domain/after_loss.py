@@ -16,7 +16,7 @@ from varuna_manager.domain.leaving_step import SUMS_PART
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
 from varuna_manager.domain.other_stages import find_movers
 from varuna_manager.domain.reshaping import count_kept_replicas, list_kept_replicas, may_gain_elsewhere, plan_reshape
-from varuna_planner.liveput.morph_cost import MARKS_S, MorphCost, MorphKind, ShapeOption, choose_shape
+from varuna_planner.liveput.morph_cost import MARKS_S, MorphCost, MorphKind, MovingTime, ShapeOption, choose_shape
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Plan
 
@@ -120,7 +120,8 @@ def _predict_moving_s(job: JobView, proposal: Proposal, *, left: float) -> float
     assert proposal.plan is not None
     if generation is None or generation.keepers or not generation.devices.issuperset(proposal.placement):
         return proposal.moving_s
-    return proposal.moving_s - min(proposal.late_s, left / proposal.plan.examples_per_s)
+    moving = MovingTime(proposal.moving_s, proposal.late_s)
+    return moving.predict_wait_s(left / proposal.plan.examples_per_s)
 
 
 def predict_kept_examples(job: JobView, ended: GenerationView) -> float:

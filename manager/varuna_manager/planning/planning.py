@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,7 +19,7 @@ from varuna_manager.domain.keepers import SaveCost
 from varuna_manager.domain.observed import Proposal
 from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile, sum_gpu_counts
 from varuna_planner.liveput.checkpoint_interval import StopCosts
-from varuna_planner.liveput.morph_cost import MEMORY_BYTES_PER_S, count_moved_bytes
+from varuna_planner.liveput.morph_cost import MEMORY_BYTES_PER_S, MovingTime, predict_moving
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Device, Plan
 from varuna_proto.wording import count_of
@@ -239,13 +239,15 @@ def _choose(question: PlanQuestion) -> Proposal:
         return Proposal(plan=None, candidates=candidates, reason=reason, possible=possible)
     plan = choice.best
     placement = _place(plan, question)
+    moving = _predict_moving(plan, placement, question)
     return Proposal(
         plan=plan,
         placement=placement,
         candidates=candidates,
         reason=choice.reason,
         present_examples_per_s=None if question.present is None else _predict_present(question, question.present),
-        **_predict_moving(plan, placement, question)._asdict(),
+        moving_s=moving.whole_s,
+        late_s=moving.late_s,
         keeping=_propose_keeping(question),
     )
 
@@ -284,7 +286,8 @@ def _propose_keeping(question: PlanQuestion) -> Proposal | None:
         return None
     of_survivors = replace(question, devices=question.survivors)
     placement = _place(plan, of_survivors)
-    return Proposal(plan=plan, placement=placement, **_predict_moving(plan, placement, of_survivors)._asdict())
+    moving = _predict_moving(plan, placement, of_survivors)
+    return Proposal(plan=plan, placement=placement, moving_s=moving.whole_s, late_s=moving.late_s)
 
 
 def _choose_for_survivors(question: PlanQuestion, pins: Pins | None = None) -> Plan | None:
@@ -324,29 +327,17 @@ def _predict_save(profile_json: str, plan: Plan) -> SaveCost:
     )
 
 
-class _Moving(NamedTuple):
-    """As in `Proposal`."""
-
-    moving_s: float
-    late_s: float
-
-
-def _predict_moving(plan: Plan, placement: tuple[Device, ...], question: PlanQuestion) -> _Moving:
+def _predict_moving(plan: Plan, placement: tuple[Device, ...], question: PlanQuestion) -> MovingTime:
     """The time in which processes take the state from those of the previous generation; 0: there are none."""
     profile, starts = parsed_profile(question.profile_json), question.previous_starts
     if not starts or len(starts) != question.previous_p or max((*starts, *plan.stage_starts)) >= len(profile.sections):
-        return _Moving(0.0, 0.0)
-
-    def predict_s(section_bytes: Sequence[int]) -> float:
-        moved = count_moved_bytes(
-            section_bytes,
-            stage_starts=plan.stage_starts,
-            placement=[device.vm_id for device in placement],
-            held_starts=starts,
-            holders=[device.vm_id for device in question.previous],
-        )
-        return moved.predict_s(profile.links.other_vm.bandwidth_bytes_per_s)
-
-    whole_s = predict_s([section.parameter_bytes + section.optimizer_bytes for section in profile.sections])
-    for_passes_s = predict_s([section.parameter_bytes for section in profile.sections])
-    return _Moving(whole_s, max(0.0, whole_s - for_passes_s))
+        return MovingTime(0.0, 0.0)
+    return predict_moving(
+        [section.parameter_bytes + section.optimizer_bytes for section in profile.sections],
+        [section.parameter_bytes for section in profile.sections],
+        profile.links.other_vm.bandwidth_bytes_per_s,
+        stage_starts=plan.stage_starts,
+        placement=[device.vm_id for device in placement],
+        held_starts=starts,
+        holders=[device.vm_id for device in question.previous],
+    )

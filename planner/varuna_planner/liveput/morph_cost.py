@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 __all__ = [
     "MEMORY_BYTES_PER_S",
@@ -19,10 +19,12 @@ __all__ = [
     "MorphCost",
     "MorphKind",
     "MovedBytes",
+    "MovingTime",
     "ShapeOption",
     "choose_shape",
     "count_moved_bytes",
     "expected_life_s",
+    "predict_moving",
     "worthwhile_ratio",
 ]
 
@@ -105,6 +107,40 @@ def count_moved_bytes(
         for vm in holding[section]:
             given[vm] += times * section_bytes[section] / len(holding[section])
     return MovedBytes(received=_most(received), given=round(max(given.values(), default=0.0)), local=_most(local))
+
+
+class MovingTime(NamedTuple):
+    """The time in which the state moves."""
+
+    whole_s: float
+    late_s: float
+    """The part of it for what only updates read."""
+
+    def predict_wait_s(self, rest_s: float) -> float:
+        """How long processes that run the rest of a step for `rest_s` wait before it: what is late comes meanwhile."""
+        return self.whole_s - min(self.late_s, rest_s)
+
+
+def predict_moving(
+    section_bytes: Sequence[int],
+    parameter_bytes: Sequence[int],
+    link_bytes_per_s: float,
+    *,
+    stage_starts: Sequence[int],
+    placement: Sequence[Hashable],
+    held_starts: Sequence[int],
+    holders: Sequence[Hashable],
+) -> MovingTime:
+    """`parameter_bytes`: the part of each section's that passes read. Otherwise as `count_moved_bytes`."""
+
+    def predict_s(sizes: Sequence[int]) -> float:
+        moved = count_moved_bytes(
+            sizes, stage_starts=stage_starts, placement=placement, held_starts=held_starts, holders=holders
+        )
+        return moved.predict_s(link_bytes_per_s)
+
+    whole_s = predict_s(section_bytes)
+    return MovingTime(whole_s, max(0.0, whole_s - predict_s(parameter_bytes)))
 
 
 def _list_sections(starts: Sequence[int], stage: int, count: int) -> range:
