@@ -9,9 +9,8 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
-from _pipeline_network import MTU, WIRE_TO_PAYLOAD, enter_namespace, require_root, run_command
+from _pipeline_network import MTU, WIRE_TO_PAYLOAD, TemporaryNetwork, enter_namespace, require_root, run_command
 
 from varuna.distributed.group_sockets import list_sockets
 
@@ -26,7 +25,7 @@ _BURST_S = 0.0005
 _LEAST_MBIT = 1.0
 
 
-class FlowLimitedNetwork:
+class FlowLimitedNetwork(TemporaryNetwork):
     """Two ranks, each in a network namespace of its own, joined by one cable.
 
     In each direction the cable carries `link_mbit` of payload, and each connection `flow_mbit`, once `limit_flows` has
@@ -42,30 +41,20 @@ class FlowLimitedNetwork:
         self._subnet = f"10.{100 + os.getpid() % 50}.{time.monotonic_ns() % 250}"
         self.rendezvous_host = f"{self._subnet}.1"
 
-    def __enter__(self) -> FlowLimitedNetwork:
-        try:
-            for rank in range(2):
-                run_command(f"ip netns add {self._namespace(rank)}")
-            run_command(
-                f"ip link add eth0 mtu {MTU} netns {self._namespace(0)} type veth peer name eth0 mtu {MTU} "
-                f"netns {self._namespace(1)}"
-            )
-            for rank in range(2):
-                namespace = self._namespace(rank)
-                run_command(f"ip -n {namespace} addr add {self._subnet}.{rank + 1}/24 dev eth0")
-                run_command(f"ip -n {namespace} link set lo up")
-                run_command(f"ip -n {namespace} link set eth0 up")
-                run_command(f"tc -n {namespace} qdisc add dev eth0 root handle 1: htb")
-                run_command(f"tc -n {namespace} class add dev eth0 parent 1: classid 1:1 htb {self._link}")
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._remove()
+    def _build(self) -> None:
+        for rank in range(2):
+            run_command(f"ip netns add {self._namespace(rank)}")
+        run_command(
+            f"ip link add eth0 mtu {MTU} netns {self._namespace(0)} type veth peer name eth0 mtu {MTU} "
+            f"netns {self._namespace(1)}"
+        )
+        for rank in range(2):
+            namespace = self._namespace(rank)
+            run_command(f"ip -n {namespace} addr add {self._subnet}.{rank + 1}/24 dev eth0")
+            run_command(f"ip -n {namespace} link set lo up")
+            run_command(f"ip -n {namespace} link set eth0 up")
+            run_command(f"tc -n {namespace} qdisc add dev eth0 root handle 1: htb")
+            run_command(f"tc -n {namespace} class add dev eth0 parent 1: classid 1:1 htb {self._link}")
 
     def _remove(self) -> None:
         for rank in range(2):

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
-__all__ = ["MTU", "WIRE_TO_PAYLOAD", "Loopback", "ShapedNetwork", "enter_namespace", "require_root", "run_command"]
+__all__ = [
+    "MTU",
+    "WIRE_TO_PAYLOAD",
+    "Loopback",
+    "ShapedNetwork",
+    "TemporaryNetwork",
+    "enter_namespace",
+    "find_free_port",
+    "require_root",
+    "run_command",
+]
 
 _CLONE_NEWNET = 0x40000000
 _BURST_BYTES = 16 * 1024
@@ -32,7 +45,31 @@ class Loopback:
         return None
 
 
-class ShapedNetwork:
+class TemporaryNetwork(ABC):
+    """Namespaces and links, which are there in a `with` block."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    @abstractmethod
+    def _build(self) -> None: ...
+
+    @abstractmethod
+    def _remove(self) -> None:
+        """Removes what is there of it."""
+
+
+class ShapedNetwork(TemporaryNetwork):
     """Each rank in a network namespace of its own: one cable that carries `mbit` of payload in each direction
     to each neighbour, and a bridge, not shaped, to all others (for the rendezvous).
     """
@@ -52,18 +89,13 @@ class ShapedNetwork:
     def _namespace(self, rank: int) -> str:
         return f"{self._name}r{rank}"
 
-    def __enter__(self) -> ShapedNetwork:
-        try:
-            run_command(f"ip link add {self._name} type bridge")
-            run_command(f"ip link set {self._name} up")
-            for rank in range(self._p):
-                self._add_rank(rank)
-            for rank in range(self._p - 1):
-                self._add_cable(rank)
-        except BaseException:
-            self._remove()
-            raise
-        return self
+    def _build(self) -> None:
+        run_command(f"ip link add {self._name} type bridge")
+        run_command(f"ip link set {self._name} up")
+        for rank in range(self._p):
+            self._add_rank(rank)
+        for rank in range(self._p - 1):
+            self._add_cable(rank)
 
     def _add_rank(self, rank: int) -> None:
         namespace, outside = self._namespace(rank), f"{self._name}v{rank}"
@@ -91,11 +123,6 @@ class ShapedNetwork:
             )
             run_command(f"ip -n {namespace} route add {self._address(peer)}/32 dev {device} src {self._address(own)}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._remove()
-
     def _remove(self) -> None:
         for rank in range(self._p):
             # By itself first: what goes with its namespace goes some time later, and the next network may be the same.
@@ -121,6 +148,13 @@ def enter_namespace(path: Path) -> None:
         setns: Callable[[int, int], int] = ctypes.CDLL(None, use_errno=True).setns
         if setns(namespace.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter network namespace {path}")
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def run_command(command: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol, cast
 
 import torch
+from _pipeline_network import find_free_port
 from torch import Tensor
 
 from varuna.distributed.departure import Departure
@@ -39,6 +39,7 @@ __all__ = [
     "NamespaceNetwork",
     "Sender",
     "busy_until",
+    "make_environment",
     "message_us",
     "run_ranks",
 ]
@@ -183,7 +184,7 @@ def run_ranks(
     """The results of `rank_main` in P processes (as JSON). Raises RuntimeError with the traceback of one."""
     with tempfile.TemporaryDirectory() as folder:
         pids = []
-        port = _free_port()
+        port = find_free_port()
         for rank in range(p):
             pid = os.fork()
             if pid == 0:
@@ -208,14 +209,14 @@ def _become_rank(rank: int, *, p: int, port: int, network: NamespaceNetwork, ran
         # Sleeps end on time instead of up to 50 µs late; threads that start later inherit it.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _EXACT_NS)
         departure = Departure(grace_s=5.0)
-        environment = _environment(rank, p, port, network.rendezvous_host)
+        environment = make_environment(rank, p, port, network.rendezvous_host)
         out.write_text(json.dumps({"value": rank_main(rank, DelayedRendezvous(environment, departure), departure)}))
     except BaseException:
         out.write_text(json.dumps({"error": traceback.format_exc()}))
     os._exit(0)
 
 
-def _environment(rank: int, p: int, port: int, host: str) -> WorkerEnvironment:
+def make_environment(rank: int, p: int, port: int, host: str, secret: str = "") -> WorkerEnvironment:
     return WorkerEnvironment(
         job_id="benchmark",
         generation=1,
@@ -226,11 +227,5 @@ def _environment(rank: int, p: int, port: int, host: str) -> WorkerEnvironment:
         rendezvous_host=host,
         rendezvous_port=port,
         plan=Plan(p=p, d=1, micro_batch=1, global_batch=1),
+        secret=secret,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -15,9 +15,16 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
-from _pipeline_network import MTU, WIRE_TO_PAYLOAD, enter_namespace, require_root, run_command
+from _pipeline_network import (
+    MTU,
+    WIRE_TO_PAYLOAD,
+    TemporaryNetwork,
+    enter_namespace,
+    find_free_port,
+    require_root,
+    run_command,
+)
 
 __all__ = ["VmNetwork"]
 
@@ -32,7 +39,7 @@ _OWN_NAMESPACE = Path("/proc/self/ns/net")
 _NAMESPACES = Path("/var/run/netns")
 
 
-class VmNetwork:
+class VmNetwork(TemporaryNetwork):
     """Namespaces for the first `vms` VMs of a manager's local provider, on one bridge; each link carries `mbit` of
     payload in each direction.
     """
@@ -44,7 +51,7 @@ class VmNetwork:
         self._mbit = mbit
         self.name = f"vr{os.getpid() % 100000}"
         self._subnet = f"10.{150 + os.getpid() % 50}.{time.monotonic_ns() % 250}"
-        self._port = _find_free_port()
+        self._port = find_free_port()
         self._listeners: list[socket.socket] = []
 
     def make_manager_flags(self) -> list[str]:
@@ -52,21 +59,11 @@ class VmNetwork:
         command = [sys.executable, str(Path(__file__).resolve()), self.name, self._subnet]
         return ["--grpc-port", str(self._port), "--agent-command", json.dumps(command)]
 
-    def __enter__(self) -> VmNetwork:
-        try:
-            run_command(f"ip link add {self.name} mtu {MTU} type bridge")
-            run_command(f"ip link set {self.name} up")
-            for vm in range(1, self._vms + 1):
-                self._add_vm(vm)
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._remove()
+    def _build(self) -> None:
+        run_command(f"ip link add {self.name} mtu {MTU} type bridge")
+        run_command(f"ip link set {self.name} up")
+        for vm in range(1, self._vms + 1):
+            self._add_vm(vm)
 
     def _add_vm(self, vm: int) -> None:
         namespace, outside = _namespace(self.name, vm), f"{self.name}v{vm}"
@@ -136,12 +133,6 @@ def _namespace(name: str, vm: int) -> str:
 
 def _address(subnet: str, vm: int) -> str:
     return f"{subnet}.{vm}"
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _listen_in(namespace: str, port: int, host: str = _HOST) -> socket.socket:

@@ -19,19 +19,18 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection as Pipe
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from _links_network import FlowLimitedNetwork, list_ports
-from _pipeline_network import Loopback
+from _pipeline_network import Loopback, find_free_port
+from _pipeline_world import NamespaceNetwork, make_environment
 from _text_tables import render_table
 
 from varuna.distributed.departure import Departure
 from varuna.distributed.link_connections import make_connection
 from varuna.distributed.rendezvous import Rendezvous
 from varuna.pipeline.transport import LinkReceiver, LinkSender, MessageTensor
-from varuna_proto.environment import Mode, WorkerEnvironment
-from varuna_proto.plan import Plan
 
 COUNTS = (1, 2, 4)
 SIZES = (512 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -41,18 +40,12 @@ Times = dict[tuple[int, int], float]
 """Seconds of a message and its answer, by bytes and connections."""
 
 
-class Network(Protocol):
-    @property
-    def rendezvous_host(self) -> str: ...
-    def enter(self, rank: int, /) -> None: ...
-
-
 class RankLinks:
     """One rank's end: for each number of connections one link each way."""
 
     def __init__(self, rank: int, host: str, port: int, secret: str) -> None:
         self._departure = Departure()
-        rendezvous = Rendezvous(_make_environment(rank, host, port, secret), self._departure)
+        rendezvous = Rendezvous(make_environment(rank, len(RANKS), port, host, secret), self._departure)
         self._receivers: dict[int, LinkReceiver] = {}
         self._senders: dict[int, LinkSender] = {}
         peer = 1 - rank
@@ -89,28 +82,13 @@ class RankLinks:
         receiver.take_message(number, torch.device("cpu"))
 
 
-def _make_environment(rank: int, host: str, port: int, secret: str) -> WorkerEnvironment:
-    return WorkerEnvironment(
-        job_id="benchmark",
-        generation=1,
-        mode=Mode.TRAIN,
-        rank=rank,
-        local_rank=0,
-        world_size=2,
-        rendezvous_host=host,
-        rendezvous_port=port,
-        plan=Plan(p=2, d=1, micro_batch=1, global_batch=2),
-        secret=secret,
-    )
-
-
 def list_turns(rounds: int) -> list[list[tuple[int, int]]]:
     """By round: sizes and numbers of connections, each number first as often as the others."""
     shifted = [COUNTS[shift:] + COUNTS[:shift] for shift in range(len(COUNTS))]
     return [[(size, count) for size in SIZES for count in shifted[number % len(COUNTS)]] for number in range(rounds)]
 
 
-def run_rank(pipe: Pipe, network: Network, rank: int, port: int, secret: str, rounds: int) -> None:
+def run_rank(pipe: Pipe, network: NamespaceNetwork, rank: int, port: int, secret: str, rounds: int) -> None:
     """In a process of its own: tells its ports, waits until they are limited, and sends or answers."""
     network.enter(rank)
     torch.set_num_threads(1)
@@ -131,10 +109,10 @@ def run_rank(pipe: Pipe, network: Network, rank: int, port: int, secret: str, ro
     pipe.recv()
 
 
-def measure(network: Network, rounds: int) -> list[Times]:
+def measure(network: NamespaceNetwork, rounds: int) -> list[Times]:
     """By round."""
     context = multiprocessing.get_context("spawn")
-    port, secret = 20000 + secrets.randbelow(10000), secrets.token_hex()
+    port, secret = find_free_port(), secrets.token_hex()
     pipes, processes = [], []
     for rank in RANKS:
         here, there = context.Pipe()

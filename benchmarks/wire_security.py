@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _pipeline_network import find_free_port
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -115,7 +116,7 @@ def _be_rank(rank: int, rounds: int, port: int) -> list[dict[str, dict[str, floa
         }
     )
     rendezvous = Rendezvous(environment, Departure())
-    ports = [json.loads(text) for text in rendezvous.exchange_values("port", (0, 1), json.dumps(_free_port()))]
+    ports = [json.loads(text) for text in rendezvous.exchange_values("port", (0, 1), json.dumps(find_free_port()))]
     bare = TCPStore(HOST, ports[0], 2, rank == 0, LIMIT, wait_for_workers=False)
     measured = []
     for number in range(rounds):
@@ -223,13 +224,6 @@ def _tls_contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     client.check_hostname = False
     client.load_verify_locations(pem)
     return server, client
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":
