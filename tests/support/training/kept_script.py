@@ -38,6 +38,7 @@ import varuna.copies.rank_shares
 import varuna.roles.early_end
 import varuna.roles.kept_inputs
 from killing_script import arm, meet_before
+from late_marks import LateMarks
 from small_gpt import SmallGPT, Task
 from varuna.copies.rank_shares import RankShares
 from varuna.copies.replica_marks import ReplicaMarks
@@ -46,7 +47,6 @@ from varuna.copies.share_owner import ShareOwner
 from varuna.cut_point import CutPoint
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.pass_timer import PassTimer
-from varuna.roles.late_state import LateState
 from waiting import wait_until
 
 LEDGER_BASE = 4
@@ -220,30 +220,13 @@ def die_when_others_work(out: Path, kills: list[dict[str, Any]], own: int, p: in
 
 
 def die_when_all_have_moved(out: Path, own: int) -> None:
-    """Puts this rank's death off until no rank lacks late state: before that, a loss ends the move of all."""
-    die, states = killing_script.die, list[LateState]()
-    begin, end_move = LateState.begin, LateState._end_wait
-
-    def mark(state: LateState) -> Path:
-        return out / f"late.generation{state._worker.environment.generation}.rank{own}"
-
-    def begin_and_mark(state: LateState) -> None:
-        states.append(state)
-        mark(state).touch()
-        begin(state)
-
-    def end_and_unmark(state: LateState) -> None:
-        end_move(state)
-        mark(state).unlink()
+    """Puts this rank's death off until no rank lacks late state."""
+    die, marks = killing_script.die, LateMarks(out, own)
 
     def wait_and_die() -> None:
-        if states:  # when all have it here, all others have begun, too
-            wait_until(lambda: states[-1]._have_all, "the late state")
-            wait_until(lambda: not list(out.glob(f"{mark(states[-1]).stem}.rank*")), "the others' late state")
+        marks.wait_for_all()
         die()
 
-    LateState.begin = begin_and_mark  # type: ignore[method-assign,assignment]
-    LateState._end_wait = end_and_unmark  # type: ignore[method-assign,assignment]
     killing_script.die = wait_and_die
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import training_script
+from late_marks import LateMarks
 from varuna.checkpoint import CheckpointError
 from varuna.pipeline.engine import Engine
 from varuna.roles.late_state import LateState
@@ -25,14 +26,8 @@ from waiting import wait_until
 
 
 def hold_up(late: dict[str, Any], rank: int, out: Path) -> None:
-    states: list[LateState] = []
-    forwards = 0
-    begin, fill, end_wait = LateState.__init__, LateState.fill, LateState._end_wait
-    read, run_forward = StageMove.read_for_update, Engine._run_forward
-
-    def begin_and_note(state: LateState, *arguments: Any) -> None:
-        states.append(state)
-        begin(state, *arguments)
+    marks, forwards = LateMarks(out, rank), 0
+    fill, read, run_forward = LateState.fill, StageMove.read_for_update, Engine._run_forward
 
     def read_later(move: StageMove) -> Any:
         if rank in late.get("fails", ()):
@@ -40,30 +35,23 @@ def hold_up(late: dict[str, Any], rank: int, out: Path) -> None:
         if rank in late.get("after_forward", ()):
             wait_until(lambda: forwards, "a forward")
         if rank in late.get("never", ()):
-            wait_until(lambda: states[0]._departure.exit_code is not None, "the departure")
+            wait_until(lambda: marks.states[0]._departure.exit_code is not None, "the departure")
         return read(move)
 
     def count_and_run(engine: Engine, *arguments: Any) -> None:
         nonlocal forwards
-        if states and rank in late.get("dies", ()):
+        if marks.states and rank in late.get("dies", ()):
             os.kill(os.getpid(), signal.SIGKILL)
         run_forward(engine, *arguments)
-        forwards += bool(states)
-
-    def end_and_note(state: LateState) -> None:
-        end_wait(state)
-        (out / f"whole.rank{rank}").touch()
+        forwards += bool(marks.states)
 
     def fill_and_note(state: LateState) -> None:
         fill(state)
         if rank in late.get("dies_at_end", ()):
-            ranks = len(state._worker.topology.everyone)
-            wait_until(lambda: len(list(out.glob("whole.rank*"))) == ranks, "the others' late state")
+            marks.wait_for_all()
             os.kill(os.getpid(), signal.SIGKILL)
         (out / f"late.rank{rank}.json").write_text(json.dumps({"forwards": forwards, "bytes": state.bytes}))
 
-    LateState.__init__ = begin_and_note  # type: ignore[method-assign,assignment]
-    LateState._end_wait = end_and_note  # type: ignore[method-assign,assignment]
     LateState.fill = fill_and_note  # type: ignore[method-assign,assignment]
     StageMove.read_for_update = read_later  # type: ignore[method-assign,assignment]
     Engine._run_forward = count_and_run  # type: ignore[method-assign,assignment]

@@ -15,7 +15,7 @@ import structlog
 
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.manifest import FileEntry, FileKind, Manifest
-from varuna.checkpoint.loading.loader import StagedCheckpoint, stage_state
+from varuna.checkpoint.loading.loader import StagedCheckpoint, list_for_update, stage_state
 from varuna.checkpoint.loading.resuming import HeldStateProposal
 from varuna.checkpoint.loading.verification import files_holding
 from varuna.checkpoint.state.rank_state import TrainingState
@@ -249,8 +249,7 @@ def list_needed_files(manifest: Manifest, state: TrainingState) -> list[FileEntr
     own = {copy.file for copies in manifest.rank_states.values() for copy in copies if rank in copy.ranks}
     return [
         *files_holding(manifest, FileKind.PARAMETERS, state.tensors),
-        *files_holding(manifest, FileKind.AVERAGE, state.averages),
-        *(files_holding(manifest, FileKind.OPTIMIZER, state.parameters) if state.optimizers else ()),
+        *list_for_update(manifest, state),
         *files_holding(manifest, FileKind.REGISTERED, state.tensors),
         *(entry for entry in manifest.files if entry.kind in (FileKind.STATE, FileKind.OPTIONS) or entry.name in own),
     ]

@@ -271,7 +271,7 @@ class GenerationMembership:
         if moves:  # a rank that is lost before leaves the others without a stage that is connected
             holder.hold_stage()
             self._end_move()
-        late_bytes = 0 if parts.late is None else parts.late.bytes
+        late_bytes = parts.late_bytes
         sources = StateSources(
             kept_bytes=max(parts.checkpoints.state_bytes - peer_bytes - late_bytes, 0),
             peer_bytes=peer_bytes,
@@ -459,7 +459,7 @@ class GenerationMembership:
             if parts.late is None:
                 move.close()
         parts.show_tensors(parts.swap.parameters, parts.swap.buffers)
-        parts.checkpoints.count_state(late_bytes=0 if parts.late is None else parts.late.bytes)
+        parts.checkpoints.count_state(late_bytes=parts.late_bytes)
         if step is not None and rest is not None and sums is not None:
             step.kept = follow_sums(sums, meeting.settled, parts.worker.environment, rest.expected_weight)
         parts.copies = parts.shares = None  # of stages that are no more

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from varuna.assembly.assembly import stages_of
 from varuna.checkpoint import CheckpointError, LoadedCheckpoint, TrainingState
 from varuna.checkpoint.format.manifest import FileEntry
-from varuna.checkpoint.loading.loader import StagedCheckpoint
+from varuna.checkpoint.loading.loader import StagedCheckpoint, list_for_update
 from varuna.checkpoint.loading.reader import FileContent
 from varuna.copies.ahead_taker import AheadTaker
 from varuna.diagnostics.error_text import first_line
@@ -68,7 +68,7 @@ class StageMove:
         self._own_sums: list[dict[str, Tensor]] = []
         """The sums of gradients that stay with this rank, each by first name of the parameter."""
         self._staged: StagedCheckpoint | None = None
-        """What this rank lacks."""
+        """What this rank lacks for the update; None: nothing."""
 
     @property
     def peer_bytes(self) -> int:
@@ -158,7 +158,8 @@ class StageMove:
     @property
     def bytes_for_update(self) -> int:
         """Of the files that `read_for_update` fetches."""
-        return 0 if self._staged is None else self._exchange.count_peer_bytes(self._staged.list_for_update())
+        staged = self._staged
+        return 0 if staged is None else self._exchange.count_peer_bytes(list_for_update(staged.manifest, staged.state))
 
     def read_for_update(self) -> list[tuple[FileEntry, FileContent]]:
         """What this rank lacks for the update, in host memory. From one thread, after `take_stage`. Raises
@@ -242,9 +243,10 @@ class StageMove:
                 "model.named_parameters() gives the present ones"
             )
         staged.fill_values()
-        if not for_passes:
+        if for_passes:
+            self._staged = staged
+        else:
             staged.fill_for_update(staged.read_for_update())
-        self._staged = staged
         return ""
 
     def _take_sums(self, stage: Stage | None) -> str:

@@ -184,6 +184,11 @@ class TrainingParts:
         if self.ahead is not None:
             self.ahead.end_pass()
 
+    @property
+    def late_bytes(self) -> int:
+        """Of the state that is to come from other ranks before the update."""
+        return 0 if self.late is None else self.late.bytes
+
     def fill_late_state(self) -> None:
         """Waits for what the update needs, if some of it is late. Raises as a worker that leaves."""
         if self.late is not None:

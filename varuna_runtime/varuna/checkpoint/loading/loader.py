@@ -45,6 +45,7 @@ from varuna.checkpoint.storage.store import CheckpointStore
 __all__ = [
     "LoadedCheckpoint",
     "StagedCheckpoint",
+    "list_for_update",
     "load_checkpoint",
     "read_parameters",
     "stage_checkpoint",
@@ -131,24 +132,22 @@ class StagedCheckpoint:
         """Fills the state, file by file. Raises CheckpointError when a file has changed since it was verified."""
         self.fill_values()
         self.fill_for_update(self.read_for_update())
-        return self.count_bytes()
+        reader = self.reader
+        return replace(
+            self.loaded, bytes_read=reader.bytes_read, store_bytes=reader.store_bytes, peer_bytes=reader.peer_bytes
+        )
 
     def fill_values(self) -> None:
         """Fills what a pass reads: parameters and buffers; and the options of the optimizers' groups."""
-        for _, content in self.reader.read_contents(self._list_files(FileKind.PARAMETERS, self.state.tensors)):
-            fill_values(self.state, content.tensors)
-        if self.state.optimizers:
-            fill_group_options(self.state, self.groups)
-
-    def list_for_update(self) -> list[FileEntry]:
-        """The files of what only an update reads: moving averages, and the optimizers' state of each parameter."""
-        averages = self._list_files(FileKind.AVERAGE, self.state.averages)
-        states = self._list_files(FileKind.OPTIMIZER, self.state.parameters) if self.state.optimizers else []
-        return [*averages, *states]
+        state = self.state
+        for _, content in self.reader.read_contents(files_holding(self.manifest, FileKind.PARAMETERS, state.tensors)):
+            fill_values(state, content.tensors)
+        if state.optimizers:
+            fill_group_options(state, self.groups)
 
     def read_for_update(self) -> Iterator[tuple[FileEntry, FileContent]]:
         """The files of `list_for_update`, from any thread, while nothing else reads."""
-        return self.reader.read_contents(self.list_for_update())
+        return self.reader.read_contents(list_for_update(self.manifest, self.state))
 
     def fill_for_update(self, files: Iterable[tuple[FileEntry, FileContent]]) -> None:
         """Fills what only an update reads from the `files` of `read_for_update`."""
@@ -164,15 +163,11 @@ class StagedCheckpoint:
             states = optimizer_states(content.metadata, content.tensors)
             fill_optimizer_states(state, {name: states[name] for name in entry.holds if name in state.parameters})
 
-    def count_bytes(self) -> LoadedCheckpoint:
-        """What was loaded, with the bytes that were read for it so far."""
-        reader = self.reader
-        return replace(
-            self.loaded, bytes_read=reader.bytes_read, store_bytes=reader.store_bytes, peer_bytes=reader.peer_bytes
-        )
 
-    def _list_files(self, kind: FileKind, names: Iterable[str]) -> list[FileEntry]:
-        return files_holding(self.manifest, kind, names)
+def list_for_update(manifest: Manifest, state: TrainingState) -> list[FileEntry]:
+    """The files of what only an update reads: moving averages, and the optimizers' state of each parameter."""
+    averages = files_holding(manifest, FileKind.AVERAGE, state.averages)
+    return [*averages, *(files_holding(manifest, FileKind.OPTIMIZER, state.parameters) if state.optimizers else ())]
 
 
 def stage_checkpoint(url: str, step: int, state: TrainingState) -> StagedCheckpoint:
