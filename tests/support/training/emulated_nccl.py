@@ -7,8 +7,9 @@ some time later. A lost peer never completes it: only `abort` ends it.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -26,16 +27,24 @@ __all__ = ["EmulatedNccl", "emulate_nccl"]
 
 class EmulatedWork:
     def __init__(self) -> None:
-        self.ended: torch.Event | None = None
-        """Once the operation has been launched to its end."""
+        self._launched = threading.Event()
+        self._ended: torch.Event | None = None
+
+    def mark_launched(self, ended: torch.Event) -> None:
+        """The operation has been launched to its end. Who sees it comes after the thread that says so."""
+        self._ended = ended
+        self._launched.set()
 
     def is_completed(self) -> bool:
-        return self.ended is not None and self.ended.query()
+        if not self._launched.is_set():
+            return False
+        assert self._ended is not None
+        return self._ended.query()
 
     def wait(self, _: timedelta) -> bool:
         assert self.is_completed(), "this would have blocked in the device"
-        assert self.ended is not None
-        torch.accelerator.current_stream(self.ended.device).wait_event(self.ended)
+        assert self._ended is not None
+        torch.accelerator.current_stream(self._ended.device).wait_event(self._ended)
         return True
 
 
@@ -44,9 +53,11 @@ class EmulatedNccl:
 
     def __init__(self, group: GlooGroup) -> None:
         self._group = group
-        self._pool = ThreadPoolExecutor(1)
         self._stream: torch.Stream | None = None
         self.aborted = threading.Event()
+        self._operations: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # A daemon: a process can end while its peer, which will never send, is waited for.
+        threading.Thread(target=self._run_all, daemon=True).start()
 
     def send(self, tensors: list[Tensor], peer: int, _: int) -> EmulatedWork:
         [tensor] = tensors
@@ -59,9 +70,9 @@ class EmulatedNccl:
         def run() -> None:
             wait_for_event(copied)
             self._group.send([host], peer, 0).wait(NEVER)
-            work.ended = copied
+            work.mark_launched(copied)
 
-        self._pool.submit(run)
+        self._operations.put(run)
         return work
 
     def recv(self, tensors: list[Tensor], peer: int, _: int) -> EmulatedWork:
@@ -73,13 +84,20 @@ class EmulatedNccl:
             self._group.recv([host], peer, 0).wait(NEVER)
             with use_stream(stream):
                 tensor.copy_(host, non_blocking=True)
-                work.ended = record_event(tensor.device)
+                work.mark_launched(record_event(tensor.device))
 
-        self._pool.submit(run)
+        self._operations.put(run)
         return work
 
     def abort(self) -> None:
         self.aborted.set()
+
+    def _run_all(self) -> None:
+        try:
+            while True:
+                self._operations.get()()
+        except RuntimeError:
+            return  # the peer is lost
 
     def _begin(self, device: torch.device) -> torch.Stream:
         if self._stream is None:
