@@ -127,7 +127,7 @@ def demo(
     folder: Annotated[Path, typer.Option("--dir", help="Folder for the files of the manager and the VMs.")] = Path(
         "demo-out"
     ),
-    steps: Annotated[int | None, typer.Option(min=30, help="Training steps (120; short: 60).")] = None,
+    steps: Annotated[int | None, typer.Option(min=30, help="Training steps (160; short: 120).")] = None,
     short: Annotated[bool, typer.Option("--short", help="Make fewer steps between the disturbances.")] = False,
     as_json: AsJson = False,
 ) -> None:

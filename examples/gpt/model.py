@@ -22,7 +22,7 @@ NOT_PREDICTED = -100
 class GPTConfig:
     """The model's size. With the defaults a step takes a fraction of a second on a laptop."""
 
-    blocks: int = 9
+    blocks: int = 6
     width: int = 128
     heads: int = 4
     window: int = 128

@@ -2,7 +2,7 @@
 
 It uses only one part of Varuna: the rule that assigns samples to steps. Writes the loss of every step as JSON.
 
-    python examples/gpt/reference.py --steps 120 --global-batch 10 --out losses.json
+    python examples/gpt/reference.py --steps 120 --global-batch 14 --out losses.json
 """
 
 from __future__ import annotations
