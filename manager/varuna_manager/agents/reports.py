@@ -84,6 +84,8 @@ _MOST_OBSTACLES = 16
 """Of one job: a script may name any number of them."""
 _MOST_COPIES = 4096
 """Of one process: two of each rank for which it keeps them."""
+_EARLIER_S = 1.0
+"""Reports of the same deadline differ by less."""
 _LONGEST_SAVE_S = 86_400.0
 """Longer times are not believed."""
 
@@ -432,15 +434,20 @@ def _lies_in_the_report(error: Exception) -> bool:
 async def note_notice(
     session: AsyncSession, events: EventLog, vm_id: str, notice_id: str, deadline: float, *, source: str
 ) -> None:
-    """Record that the provider will take the VM at `deadline`. The first notice counts, wherever it comes from."""
+    """Record that the provider will take the VM at `deadline`. The first to come due counts, wherever it comes from."""
     vm = await session.get(VmRow, vm_id)
-    if vm is None or vm.notice_id is not None or vm.state == VmState.GONE:
+    if vm is None or vm.state == VmState.GONE:
         return
+    message = f"VM {vm_id} has notice to leave ({source})"
+    if vm.notice_deadline is not None:
+        if not deadline < vm.notice_deadline - _EARLIER_S:
+            return
+        message = f"VM {vm_id} is to leave earlier than it had notice of ({source})"
     vm.notice_id, vm.notice_deadline = notice_id, deadline
     events.emit_event(
         session,
         "preemption_notice",
-        f"VM {vm_id} has notice to leave ({source})",
+        message,
         vm_id=vm_id,
         data={"notice_id": notice_id, "deadline_unix_s": deadline},
     )

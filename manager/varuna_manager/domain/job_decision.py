@@ -35,6 +35,7 @@ from varuna_manager.domain.causes import (
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.ending import decide_end
+from varuna_manager.domain.leaving_step import predict_rest_s
 from varuna_manager.domain.limits import find_reached_limit
 from varuna_manager.domain.observed import GenerationView, JobView, Rules, Vms, VmView, WorkerView
 from varuna_manager.domain.reshaping import may_stay_in_place
@@ -54,6 +55,11 @@ from varuna_proto.plan import Device
 
 _DEADLINE_MARGIN_S = 1.0
 """Before a VM's deadline, by which its workers must have left."""
+LEFT_AHEAD_S = 30.0
+"""A VM with notice is left at least that long before it goes, if the notice is as long: what is announced in minutes
+may come sooner."""
+_LONGER_STEP = 1.25
+"""How much longer than the mean of its generation a step may take."""
 _SHORTEST_SAVE_S = 0.2
 _WORK_BEFORE_LEAVING = {
     StopMode.SAVE_FIRST: "saved",
@@ -177,7 +183,7 @@ def _decide_while_running(now: float, job: JobView, generation: GenerationView, 
     if decision is not None:
         return decision
     # The step is left out: a reason that changed with every step would be an event with every step.
-    stays = explain_staying(now, job, generation, vms, rules)
+    stays = _explain_training_on(now, job, generation, vms) or explain_staying(now, job, generation, vms, rules)
     if stays and storm:
         stays = f"; {storm}"
     reason = f"generation {generation.number} is under way{stays}"
@@ -269,15 +275,38 @@ def _stop_calibrated(now: float, job: JobView, generation: GenerationView, rules
 
 def _stop_before_vm_leaves(now: float, job: JobView, generation: GenerationView, vms: Vms) -> Decision | None:
     """Stop before its VMs leave. The first deadline counts for all, because they finish the step together."""
-    there = [vms[vm_id] for vm_id in generation.running_on]
-    leaving = sorted((vm for vm in there if vm.state is VmState.DRAINING), key=_leaves_at)
-    if not leaving:
+    leaving = _list_leaving(generation, vms)
+    if not leaving or _explain_training_on(now, job, generation, vms):
         return None
     reason = "; ".join(f"VM {vm.id} is leaving: {vm.reason or 'it is draining'}" for vm in leaving)
     left_s = _leaves_at(leaving[0]) - now - _DEADLINE_MARGIN_S
-    rest_s = max(0.0, generation.step_s - (now - generation.progress_at))
+    rest_s = predict_rest_s(now, generation, since=generation.progress_at)
     mode, haste = _choose_mode_before_deadline(job, generation, vms, left_s=left_s, rest_s=rest_s)
     return Decision.stop_generation(generation, mode, EndCause.NOTICE, reason + haste)
+
+
+def _list_leaving(generation: GenerationView, vms: Vms) -> list[VmView]:
+    """Its VMs that are about to leave, the first one first."""
+    there = [vms[vm_id] for vm_id in generation.running_on]
+    return sorted((vm for vm in there if vm.state is VmState.DRAINING), key=_leaves_at)
+
+
+def _explain_training_on(now: float, job: JobView, generation: GenerationView, vms: Vms) -> str:
+    """Why it does not leave yet, although VMs of it are about to go; empty: it leaves, or there are none.
+
+    A VM that the provider will take is there, and paid for, until then. One that is drained is wanted elsewhere.
+    """
+    leaving = _list_leaving(generation, vms)
+    if not leaving or any(vm.notice_deadline is None or vm.drain_deadline is not None for vm in leaving):
+        return ""
+    left_s = _leaves_at(leaving[0]) - now
+    step_ends_s = predict_rest_s(now, generation, since=generation.progress_at)
+    needed_s = LEFT_AHEAD_S
+    if step_ends_s <= left_s - _DEADLINE_MARGIN_S:  # it leaves between steps
+        needed_s += step_ends_s + _LONGER_STEP * generation.step_s
+    if left_s <= needed_s or not may_stay_in_place(generation, vms, job.min_gpus, gpu_limit(job)):
+        return ""  # what only they hold must be saved, or moves while nobody trains: the sooner, the safer
+    return f"; VM {leaving[0].id} has notice, but there is time to train on"
 
 
 def _choose_mode_before_deadline(

@@ -65,12 +65,12 @@ def render_gain_within_step(
     return f"; within its step, of which {rest_s:.0f} s are left{there}: {worth}"
 
 
-def predict_rest_s(now: float, generation: GenerationView) -> float:
-    """About how long the step under way still takes."""
+def predict_rest_s(now: float, generation: GenerationView, since: float | None = None) -> float:
+    """About how long the step under way still takes. `since`: when it began; None: when the one before was over."""
     part = 1.0
     if generation.last_step is None and generation.plan is not None:
         part = part_left(generation.plan, generation.micro_batches_left)
-    return max(0.0, part * generation.step_s - (now - generation.stepped_at))
+    return max(0.0, part * generation.step_s - (now - (generation.stepped_at if since is None else since)))
 
 
 def part_left(plan: Plan, micro_batches_left: int | None) -> float:

@@ -370,6 +370,22 @@ async def test_reports_that_come_again_change_nothing(
     assert "profile_rejected" in [kind for kind, _ in before[0]]
 
 
+async def test_of_several_notices_the_first_to_come_due_counts(database: Database, reports: ReportService) -> None:
+    """On EC2 an interruption in two minutes may follow a recommendation to rebalance within ten."""
+    async with database.write() as session:
+        session.add(VmRow(id="vm", provider="local", state="ready", history=[], gpus=1, ref={}, created_at=1.0))
+    seen = []
+    for number, (notice_id, left_s) in enumerate([("r", 600.0), ("i", 120.0), ("i", 119.5), ("later", 500.0)], 1):
+        notice = pb.PreemptionNotice(notice_id=notice_id, seconds_left=left_s, source="aws")
+        await reports.apply_reports("vm", [pb.Report(number=number, preemption_notice=notice)])
+        async with database.read() as session:
+            vm = await session.get_one(VmRow, "vm")
+            messages = [event.message for event in await session.scalars(select(EventRow))]
+        seen.append((vm.notice_id, vm.notice_deadline, len(messages)))
+    assert seen == [("r", 700.0, 1), ("i", 220.0, 2), ("i", 220.0, 2), ("i", 220.0, 2)]
+    assert messages == ["VM vm has notice to leave (aws)", "VM vm is to leave earlier than it had notice of (aws)"]
+
+
 async def test_where_a_workdir_could_not_be_made_ready_is_kept_once_for_each_report_until_the_job_is_retried(
     database: Database, jobs: JobService, reports: ReportService, sessions: AgentSessions
 ) -> None:

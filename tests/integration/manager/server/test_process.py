@@ -342,12 +342,12 @@ async def test_a_notice_leaves_the_vm_out(manager: ScriptedManager, held: pb.Hel
     pairs = await start_training(manager, 2)
     await manager.rest.put("providers/local", json={"capacity": 0})
     (leaver, _), (stayer, _) = pairs
-    leaver.report(preemption_notice=pb.PreemptionNotice(notice_id="n1", seconds_left=59, source="test"))
+    leaver.report(preemption_notice=pb.PreemptionNotice(notice_id="n1", seconds_left=29, source="test"))
     for agent, launch in pairs:
         stop = await agent.stop(2)
         assert (stop.mode, stop.keep_state, stop.in_place) == (pb.STOP_MODE_HOLD_FIRST, True, True)
         assert stop.spare is (agent is leaver)
-        assert 0 < stop.grace_s < 59
+        assert 0 < stop.grace_s < 29
         agent.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED, held=held if agent is stayer else None)
     launch = await stayer.launch(3)
     assert (launch.world_size, launch.plan.p, launch.plan.d) == (1, 1, 1)

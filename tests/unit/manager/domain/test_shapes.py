@@ -44,6 +44,7 @@ from varuna_manager.domain.states import (
     StopMode,
     VmState,
 )
+from varuna_planner.schedule.batching import count_micro_batches
 from varuna_proto.plan import Device, Plan
 
 
@@ -447,13 +448,55 @@ def test_a_job_that_can_go_on_in_place_without_the_vm_that_leaves_does_not_save(
         )
 
 
+def test_a_notice_in_what_was_left_of_a_step_leaves_time_to_finish_it() -> None:
+    """Of a step of 6 s half was run before the job went on in place, 2 s ago."""
+    plan = replace(plan_for(2), predicted_minibatch_s=6.0)
+    half = count_micro_batches(plan.global_batch, plan.micro_batch) // 2
+    running = generation(worker(0, "a"), worker(1, "b"), plan=plan, in_place=True, last_step=None, progress_at=NOW - 2)
+    leaving = vm("a", state=VmState.DRAINING, reason="notice", notice_deadline=NOW + 2.5)
+    for left, mode in [(half, StopMode.HOLD_FIRST), (None, StopMode.LEAVE_NOW)]:
+        (stop,) = decide(job(replace(running, micro_batches_left=left)), leaving, vm("b")).actions
+        assert isinstance(stop, StopGeneration)
+        assert stop.mode is mode
+
+
 @pytest.mark.parametrize(("p", "mode"), [(1, StopMode.HOLD_FIRST), (2, StopMode.SAVE_FIRST)])
 def test_a_second_notice_finds_a_state_that_was_not_saved_after_the_first(p: int, mode: StopMode) -> None:
     """The generation goes on in place, and has not completed a step yet."""
     plan = replace(plan_for(2), p=p, d=2 // p)
     running = generation(worker(0, "a"), worker(1, "b"), plan=plan, in_place=True, last_step=None)
-    leaving = vm("a", state=VmState.DRAINING, reason="notice", notice_deadline=NOW + 60)
+    leaving = vm("a", state=VmState.DRAINING, reason="notice", notice_deadline=NOW + 30)
     (stop,) = decide(job(running), leaving, vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is mode
+
+
+@pytest.mark.parametrize(
+    ("left_s", "step_s", "changes", "mode"),
+    [
+        (42.0, 6.0, {}, None),  # 4 s of this step, 7.5 s of a longer one than most, and 30 s
+        (41.0, 6.0, {}, StopMode.HOLD_FIRST),
+        (120.0, 6.0, {"min_gpus": 2}, StopMode.SAVE_FIRST),
+        (60.0, 100.0, {}, None),
+        (30.0, 100.0, {}, StopMode.LEAVE_NOW),
+        (120.0, 100.0, {}, StopMode.HOLD_FIRST),
+    ],
+)
+def test_a_job_trains_on_while_a_vm_with_a_long_notice_is_there(
+    left_s: float, step_s: float, changes: dict[str, object], mode: StopMode | None
+) -> None:
+    plan = replace(plan_for(2), predicted_minibatch_s=step_s)
+    running = generation(worker(0, "a"), worker(1, "b"), plan=plan, progress_at=NOW - 2)
+    leaving = vm("a", state=VmState.DRAINING, reason="notice", notice_deadline=NOW + left_s)
+    decision = decide(job(running, **changes), leaving, vm("b"))
+    if mode is None:
+        assert decision.actions == ()
+        assert decision.claims == running.devices
+        assert decision.reason == ("generation 2 is under way; VM a has notice, but there is time to train on")
+        drained = replace(leaving, drain_deadline=NOW + left_s)
+        assert decide(job(running), drained, vm("b")).actions, "it is wanted elsewhere"
+        return
+    (stop,) = decision.actions
     assert isinstance(stop, StopGeneration)
     assert stop.mode is mode
 
