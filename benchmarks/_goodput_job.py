@@ -121,6 +121,10 @@ class Stop:
 
     within_step: bool = False
     """Leave at once, with what is done of the step: pipelines drain and fill once more."""
+    before_vms_leave: bool = False
+    """Leave at once, as after the loss of the VMs that have notice, which nobody has to notice."""
+    saves: bool = False
+    """Save first."""
     has_state: bool = False
     """Whether the state that the step began with is where the next shape needs it: only sums move."""
 
@@ -188,6 +192,10 @@ class ReplayedGeneration:
     """Examples of the step under way that it began with."""
     stops: bool = False
     """Whether it leaves at the end of its step."""
+    saves_first: bool = False
+    """Whether it saves then."""
+    knows_loss: bool = False
+    """Whether its first loss is one of VMs that had notice, before which it leaves."""
     has_left_within_step: bool = False
     has_sent_state: bool = False
     """Whether the next shape has its state."""
@@ -248,11 +256,20 @@ class Holding:
 
 class ReplayedJob:
     def __init__(
-        self, trace: SpotTrace, plans: Plans, state: State, system: System, policy: Policy, price: float | None = None
+        self,
+        trace: SpotTrace,
+        plans: Plans,
+        state: State,
+        system: System,
+        policy: Policy,
+        price: float | None = None,
+        notice_s: float = 0.0,
     ) -> None:
-        """`price`: dollars per VM and hour, where the trace has none."""
+        """`price`: dollars per VM and hour, where the trace has none. `notice_s`: how long before it goes a VM has
+        notice; 0: it has none."""
         self.trace, self.plans, self.state, self.system, self.policy = trace, plans, state, system, policy
         self._price = price
+        self._notices = [(event.at_s - notice_s, event) for event in trace.events if not event.add and notice_s > 0]
         self.vms: dict[str, float] = {}
         """The VMs that the policy knows of, and since when."""
         self.there: set[str] = set()
@@ -278,7 +295,7 @@ class ReplayedJob:
     def replay(self) -> Replayed:
         now, end_s = self.trace.starts_s, self.trace.ends_s
         bursts = dict(self.trace.iterate_bursts())
-        self._wakes = sorted(bursts)
+        self._wakes = sorted({*bursts, *(max(at_s, now) for at_s, _ in self._notices)})
         heapq.heapify(self._wakes)
         while True:
             if now in bursts:
@@ -324,7 +341,7 @@ class ReplayedJob:
         generation = self.generation
         if generation is not None and generation.live:
             if generation.first_loss_s is not None:
-                times += [generation.first_loss_s + self.system.detect_s, generation.shares_end_s]
+                times += [self._find_noticed_s(generation), generation.shares_end_s]
             elif now < generation.ready_s:
                 times.append(generation.ready_s)
             elif now < self._stalled_until_s:
@@ -332,6 +349,14 @@ class ReplayedJob:
             else:
                 times.append(now + (generation.plan.global_batch - self.done) / generation.plan.examples_per_s)
         return min((at_s for at_s in times if at_s > now + ROUNDING_S), default=math.inf)
+
+    def find_leaving(self, now: float) -> dict[str, float]:
+        """The VMs that have notice, and when they go."""
+        return {
+            event.node: event.at_s
+            for at_s, event in self._notices
+            if at_s <= now + ROUNDING_S and now < event.at_s and event.node in self.there
+        }
 
     def look_again(self, at_s: float) -> None:
         """Settles what is over then, and calls the policy."""
@@ -460,8 +485,7 @@ class ReplayedJob:
         if generation is None or not generation.live:
             return
         if generation.first_loss_s is not None:
-            noticed_s = max(generation.first_loss_s + self.system.detect_s, generation.shares_end_s)
-            if now >= noticed_s - ROUNDING_S:
+            if now >= self._find_noticed_s(generation) - ROUNDING_S:
                 generation.ended_s = now
             return
         if now < generation.ready_s - ROUNDING_S:
@@ -470,6 +494,12 @@ class ReplayedJob:
         if self.done >= generation.plan.global_batch * (1 - 1e-9):
             self._end_step(now, generation)
 
+    def _find_noticed_s(self, generation: ReplayedGeneration) -> float:
+        """When a generation that has lost VMs is over."""
+        assert generation.first_loss_s is not None
+        detect_s = 0.0 if generation.knows_loss else self.system.detect_s
+        return max(generation.first_loss_s + detect_s, generation.shares_end_s)
+
     def _end_step(self, now: float, generation: ReplayedGeneration) -> None:
         self.committed += generation.plan.global_batch
         self.done = max(0.0, self.done - generation.plan.global_batch)
@@ -477,7 +507,7 @@ class ReplayedJob:
         generation.stepped_s = now
         if generation.stops:
             generation.ended_s = now
-            if not self.system.survivors:  # it saves, and all wait for that
+            if generation.saves_first or not self.system.survivors:  # all wait for the save
                 save_s = self.system.save_stall_s + self.state.read_store_s(generation.plan)
                 self._stored, self._writing, self._stalled_until_s = self.committed, None, now + save_s
             return
@@ -508,7 +538,14 @@ class ReplayedJob:
         if isinstance(action, Stop):
             assert generation is not None
             assert generation.live
-            generation.stops = True
+            generation.stops, generation.saves_first = True, action.saves
+            if action.before_vms_leave and now >= generation.ready_s:
+                generation.knows_loss = True
+                leaving = self.find_leaving(now)
+                hit = {rank for rank, vm in enumerate(generation.vms) if vm in leaving}
+                self._lose_ranks(now, generation, hit)
+                self._settle(now)
+                return
             generation.has_left_within_step = action.within_step and now >= generation.ready_s
             generation.has_sent_state = action.has_state
             sums_move = generation.has_left_within_step or self.system.sums_copied_s is not None
@@ -539,7 +576,7 @@ class ReplayedJob:
             ready_s=begins_s + cost.pause_s + fill_s,
             pause_s=cost.pause_s,
             moving_s=moving_s,
-            copied=action.copied or CopiedParts(states=self.system.copies, marks=self.system.marks_s is not None),
+            copied=self._find_wanted_copies(action),
         )
         self.generation.kept = self.done
         if generation is not None:
@@ -547,6 +584,9 @@ class ReplayedJob:
         hit = {rank for rank, vm in enumerate(action.vms) if vm not in self.there}
         if hit:
             self._lose_ranks(now, self.generation, hit)
+
+    def _find_wanted_copies(self, start: Start) -> CopiedParts:
+        return start.copied or CopiedParts(states=self.system.copies, marks=self.system.marks_s is not None)
 
     def _keeps_step(self, start: Start, kind: MorphKind) -> bool:
         """Whether what counts of the step goes on: in place, if the micro-batches before and after are made of whole
@@ -588,7 +628,9 @@ class ReplayedJob:
             return sums_s
         rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
         are_new = not set(start.vms) <= set(before.vms)
-        return sums_s + (moving.whole_s if are_new else moving.predict_wait_s(rest_s))
+        # Workers that keep copies of states take all of it before they train: their copies begin at once.
+        keeps_states = self._find_wanted_copies(start).states
+        return sums_s + (moving.whole_s if are_new or keeps_states else moving.predict_wait_s(rest_s))
 
 
 def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> MovingTime:

@@ -11,7 +11,7 @@ from varuna_manager.domain.actions import Decision, StartGeneration, StopGenerat
 from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.fleet_watch import FleetWatch
-from varuna_manager.domain.job_decision import decide_job, wants_plan
+from varuna_manager.domain.job_decision import LEFT_AHEAD_S, decide_job, wants_plan
 from varuna_manager.domain.keepers import Copies, CopiesFacts, SaveCost, choose_copies
 from varuna_manager.domain.morphs import LOOKED_BACK, PastShape, estimate_morphs
 from varuna_manager.domain.newcomers import NewcomersView
@@ -182,7 +182,12 @@ class ManagersRules:
             assert isinstance(action, StopGeneration), f"nothing else happens in a replay: {action}"
             self.reasons.append((now, action.reason))
             is_within = action.mode is StopMode.HOLD_WITHIN_STEP
-            return Stop(within_step=is_within, has_state=is_within and self._has_sent(view))
+            return Stop(
+                within_step=is_within,
+                has_state=is_within and self._has_sent(view),
+                before_vms_leave=action.cause is EndCause.NOTICE and action.mode is StopMode.LEAVE_NOW,
+                saves=action.mode is StopMode.SAVE_FIRST,
+            )
         return None
 
     def _has_sent(self, view: JobView) -> bool:
@@ -296,17 +301,20 @@ class ManagersRules:
 
     def _view_vms(self, now: float, job: ReplayedJob) -> Mapping[str, VmView]:
         views = {vm: VmView(id=vm, state=VmState.READY, ready_since=since - 1e-6) for vm, since in job.vms.items()}
+        for vm, at_s in job.find_leaving(now).items():
+            views[vm] = replace(views[vm], state=VmState.DRAINING, reason="it has notice", notice_deadline=at_s)
+            job.look_again(at_s - LEFT_AHEAD_S)
         for vm in job.generation.vms if job.generation is not None else ():
             views.setdefault(vm, VmView(id=vm, state=VmState.GONE, reason="the provider does not have it any more"))
         return views
 
     def _view(self, now: float, job: ReplayedJob, proposal: Proposal | None = None) -> JobView:
-        generation = job.generation
+        generation, leaving = job.generation, job.find_leaving(now)
         ended = generation is not None and not generation.live
         holds = ended and job.system.survivors and generation is not None and generation.ready_s <= now
         survivors: frozenset[Device] = frozenset()
         if holds and generation is not None:
-            alive = {generation.vms[rank] for rank in generation.list_alive()} & job.there
+            alive = {generation.vms[rank] for rank in generation.list_alive()} & job.there - leaving.keys()
             survivors = frozenset(Device(vm, 0) for vm in alive)
         batch = 1 if generation is None else generation.plan.global_batch
         return JobView(
@@ -317,7 +325,7 @@ class ManagersRules:
             global_batch=batch,
             profiled_at=0.0,
             generation=self._view_generation(now, job, survivors),
-            devices=tuple(Device(vm, 0) for vm in sorted(job.vms)),
+            devices=tuple(Device(vm, 0) for vm in sorted(job.vms.keys() - leaving.keys())),
             survivors=survivors,
             proposal=proposal,
             fleet=self._fleet,
@@ -347,7 +355,7 @@ class ManagersRules:
                 for rank in range(len(generation.vms))
             ),
             keepers=tuple(generation.keepers) if generation.copied.states else (),
-            progress_at=now,  # nothing hangs here
+            progress_at=generation.stepped_s,
             stepped_at=generation.stepped_s,
             micro_batches_left=round((generation.plan.global_batch - generation.kept) / generation.plan.micro_batch),
             plan=generation.plan,

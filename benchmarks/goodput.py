@@ -92,16 +92,19 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, nargs="+", default=[TRACE], help="(default: %(default)s)")
     parser.add_argument("--global-batch", type=int, nargs="+", default=[8192, 2400, 512])
     parser.add_argument("--detect-s", type=float, default=3.0, help="until a loss is noticed (default: %(default)s)")
+    parser.add_argument(
+        "--notice-s", type=float, default=0.0, help="VMs have notice so long before they go (default: none)"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--charts", type=Path, help="draw SVGs in this folder")
     arguments = parser.parse_args()
-    if arguments.detect_s < 0 or min(arguments.global_batch) < 1:
-        parser.error("--detect-s must not be negative, and --global-batch must be 1 or more")
+    if min(arguments.detect_s, arguments.notice_s) < 0 or min(arguments.global_batch) < 1:
+        parser.error("--detect-s and --notice-s must not be negative, and --global-batch must be 1 or more")
     try:
         traces = {path.stem: parse_trace(path.read_text(), name=str(path)) for path in arguments.trace}
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    report = run(traces, arguments.global_batch, arguments.detect_s)
+    report = run(traces, arguments.global_batch, arguments.detect_s, arguments.notice_s)
     print(table(report))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
@@ -109,7 +112,9 @@ def main() -> None:
         write_charts(report, arguments.charts)
 
 
-def run(traces: dict[str, SpotTrace], global_batches: Sequence[int], detect_s: float = 3.0) -> dict[str, Any]:
+def run(
+    traces: dict[str, SpotTrace], global_batches: Sequence[int], detect_s: float = 3.0, notice_s: float = 0.0
+) -> dict[str, Any]:
     """Replays each trace once for each global batch and policy."""
     profile = synthesise(MODEL, built_in(), GPU, NETWORK)
     state = State.of_profile(profile)
@@ -119,7 +124,8 @@ def run(traces: dict[str, SpotTrace], global_batches: Sequence[int], detect_s: f
         for batch in global_batches:
             bound = find_upper_bound(trace, plans[batch])
             for policy_name, (system, policy) in list_policies(trace, plans[batch], state, detect_s).items():
-                replayed = ReplayedJob(trace, plans[batch], state, system, policy, DOLLARS_PER_VM_HOUR).replay()
+                job = ReplayedJob(trace, plans[batch], state, system, policy, DOLLARS_PER_VM_HOUR, notice_s)
+                replayed = job.replay()
                 dollars = replayed.dollars
                 of_bound = replayed.examples / bound if bound else None
                 trained_s = replayed.kept_s + replayed.redone_s
@@ -146,6 +152,7 @@ def run(traces: dict[str, SpotTrace], global_batches: Sequence[int], detect_s: f
             "gpu": GPU,
             "network": NETWORK,
             "detect_s": detect_s,
+            "notice_s": notice_s,
             "traces": {name: _describe(trace) for name, trace in traces.items()},
         },
         "replays": replays,

@@ -100,8 +100,8 @@ def seconds(replayed: jobs.Replayed) -> float:
 
 @pytest.mark.long
 @settings(max_examples=10, deadline=None)
-@given(traces())
-def test_every_second_is_booked_once_and_no_policy_beats_the_bound(trace: SpotTrace) -> None:
+@given(traces(), st.sampled_from([3.0, 30.0, 120.0]))
+def test_every_second_is_booked_once_and_no_policy_beats_the_bound(trace: SpotTrace, notice_s: float) -> None:
     bound = goodput.find_upper_bound(trace, PLANS)
 
     for name in all_policies(trace):
@@ -111,6 +111,11 @@ def test_every_second_is_booked_once_and_no_policy_beats_the_bound(trace: SpotTr
         assert min(replayed.kept_s, replayed.redone_s, replayed.waiting_s, replayed.idle_vm_hours) >= -1e-6, name
         assert replayed == replay(trace, name)[0], f"{name} is deterministic"
         assert [at_s for at_s, _ in replayed.progress] == sorted(at_s for at_s, _ in replayed.progress)
+
+        system, policy = all_policies(trace)[name]
+        noticed = jobs.ReplayedJob(trace, PLANS, STATE, system, policy, notice_s=notice_s).replay()
+        assert seconds(noticed) == pytest.approx(trace.ends_s - trace.starts_s, abs=1e-2), name
+        assert -1e-6 <= noticed.examples <= bound + 1e-3, name
 
 
 @settings(max_examples=25, deadline=None)
@@ -148,6 +153,32 @@ def test_a_loss_costs_the_lost_replicas_share_of_the_step() -> None:
     assert found.morphs["in place"] == 1
     assert "go on from step 25" in policy.reasons[1][1]
     assert found.losses == 1
+
+
+def replay_with_notice(notice_s: float, plans: TwoStages = PLANS) -> tuple[jobs.Replayed, Any]:
+    trace = parse_trace(LOSS)
+    system, policy = goodput.list_policies(trace, plans, STATE, detect_s=4.0)["survivors"]
+    return jobs.ReplayedJob(trace, plans, STATE, system, policy, notice_s=notice_s).replay(), policy
+
+
+@pytest.mark.parametrize("notice_s", [20.0, 60.0])
+def test_a_notice_leaves_time_to_finish_a_step(notice_s: float) -> None:
+    """With a longer one the VM, which goes after 99.2 s, is used until half a minute before."""
+    found, policy = replay_with_notice(notice_s)
+    assert (found.redone_s, found.detecting_s, found.losses) == (0, 0, 0)
+    assert found.morphs["in place"] == 1
+    at_s, reason = policy.reasons[1]
+    assert reason.startswith("VM n7 is leaving: it has notice")
+    assert 99.2 - at_s == pytest.approx(20.0 if notice_s == 20.0 else 30.0 + 2 * 3.75 * 1.25, abs=3.75)
+
+
+def test_a_notice_that_is_shorter_than_the_step_spares_the_time_to_notice_a_loss() -> None:
+    """Of a step of 45 s. The VM is left 6 s before it goes, and the other replicas finish their shares."""
+    found, policy = replay_with_notice(6.0, LONG)
+    assert "too soon to finish the step" in policy.reasons[1][1]
+    assert (found.detecting_s, found.morphs["in place"]) == (0, 1)
+    without, _ = replay_with_notice(0.0, LONG)
+    assert without.detecting_s + without.redone_s > found.redone_s > 0
 
 
 def test_with_marks_a_loss_costs_what_was_done_since_the_newest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
