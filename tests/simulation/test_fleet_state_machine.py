@@ -115,7 +115,7 @@ class Fleet(RuleBasedStateMachine):
         self.faults += 1
         self.world.freeze_process(pick)
 
-    @rule(pick=PICK, notice_s=strategies.sampled_from([0.0, 5.0, 30.0]))
+    @rule(pick=PICK, notice_s=strategies.sampled_from([0.0, 5.0, 30.0, 60.0]))
     def a_vm_is_taken(self, pick: int, notice_s: float) -> None:
         if vm := self.some_vm(pick):
             self.runner.run(self.world.market.preempt_vm(vm.vm_id, notice_s))

@@ -117,9 +117,9 @@ def choose_copies(exposure: LossExposure, possible: Collection[CopiedParts]) -> 
     best = min(lost_s, key=lambda one: lost_s[one])
     compared = min(options, key=lambda one: lost_s[one])
     text = (
-        f"{best.name} are kept: losses of about {_render(exposure.losses_per_hour)} VMs an hour, and saves, cost "
-        f"{_render(lost_s[NOTHING])} s of it without copies, and {_render(lost_s[compared])} s with "
-        f"{compared.name}, {_render(compared.own_s)} s of their own included"
+        f"{best.name} are kept: about {_render(exposure.losses_per_hour)} VMs are lost an hour, which takes "
+        f"{_render(lost_s[NOTHING])} s of it, saves included; with {compared.name} it is "
+        f"{_render(lost_s[compared])} s, {_render(compared.own_s)} s of them for copying"
     )
     if exposure.unsaved_s is not None:
         text += f"; no checkpoint has the last {_render(exposure.unsaved_s)} s of training"

@@ -56,7 +56,7 @@ async def disturbed(folder: Path, seed: int) -> str:
     gpus = chance.choice([1, 1, 2])
     async with fleet_world(folder, seed, rules=QUICK, disturbances=disturbances, gpus=gpus) as world:
         trace = market(chance, minutes=10, most=6)
-        await world.replay(trace, ReplaySettings(notice_s=chance.choice([0.0, 30.0])))
+        await world.replay(trace, ReplaySettings(notice_s=chance.choice([0.0, 30.0, 120.0])))
         await world.manager.fleet.set_target(8)
         jobs = []
         for number in range(2):
@@ -89,7 +89,9 @@ async def reshaped(folder: Path, seed: int) -> str:
     )
     gpus = chance.choice([1, 1, 2])
     async with fleet_world(folder, seed, rules=QUICK, disturbances=disturbances, gpus=gpus) as world:
-        await world.replay(market(chance, minutes=15, most=6), ReplaySettings(notice_s=chance.choice([0.0, 30.0])))
+        await world.replay(
+            market(chance, minutes=15, most=6), ReplaySettings(notice_s=chance.choice([0.0, 30.0, 120.0]))
+        )
         await world.manager.fleet.set_target(8)
         layers, carriage = chance.choice([6, 12, 12, 24]), chance.choice([*Carriage, Carriage.IN_PLACE])
         job = await world.submit(

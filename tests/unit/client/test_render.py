@@ -341,7 +341,7 @@ def test_sizes_and_times_for_people() -> None:
 
 
 def test_it_says_why_a_generation_keeps_copies() -> None:
-    why = "no copies are kept: losses of about 0.4 VMs an hour"
+    why = "no copies are kept: about 0.4 VMs are lost an hour"
     generation = GenerationDocument(**{**GENERATION, "copies_reason": why})  # type: ignore[typeddict-item]
     assert why in " ".join(text_of(job_page(JobParts(job=JOB, generations=[generation]), NOW)).split())
 

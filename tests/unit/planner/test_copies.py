@@ -123,8 +123,8 @@ def test_the_figures_are_told() -> None:
     assert found == MARKS
     lost = [round(exposure.predict_lost_s(one)) for one in (NOTHING, MARKS)]
     assert text == (
-        f"marks are kept: losses of about 15 VMs an hour, and saves, cost {lost[0]} s of it without copies, and "
-        f"{lost[1]} s with marks, 36 s of their own included"
+        f"marks are kept: about 15 VMs are lost an hour, which takes {lost[0]} s of it, saves included; with marks it "
+        f"is {lost[1]} s, 36 s of them for copying"
     )
     assert choose_copies(exposure, ()) == (NOTHING, "")
 

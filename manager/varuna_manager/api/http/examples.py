@@ -105,8 +105,8 @@ _GENERATION = {
     "placement": [{"rank": 0, "vm_id": "vm-12", "local_rank": 0}],
     "workers": [_WORKER],
     "keepers": [],
-    "copies_reason": "no copies are kept: losses of about 0.4 VMs an hour, and saves, cost 20 s of it without copies, "
-    "and 92 s with copies of states, 72 s of their own included",
+    "copies_reason": "no copies are kept: about 0.4 VMs are lost an hour, which takes 20 s of it, saves included; "
+    "with copies of states it is 92 s, 72 s of them for copying",
     "copies_obstacle": None,
     "marks_obstacle": None,
     "copied_step": None,

@@ -85,7 +85,7 @@ async def test_what_was_chosen_stays_and_is_told(world: RestWorld, facts: Copies
     await start(world, facts)
     assert await read_launches(world) == [are_kept] * len(VMS)
     [generation] = (await world.ask("GET", "/api/v1/jobs/j/generations")).json()
-    assert generation["copies_reason"].startswith(f"{kept} are kept: losses of about")
+    assert generation["copies_reason"].startswith(f"{kept} are kept: about ")
     [event] = (await world.ask("GET", "/api/v1/events?kind=generation_started")).json()
     assert event["message"].endswith(f": test; {generation['copies_reason']}")
     assert (len(event["data"]["keepers"]), event["data"]["copies_shares"]) == (2 * are_kept, are_kept)
@@ -170,4 +170,4 @@ async def test_the_controller_weighs_copies_when_training_starts(world: RestWorl
         [row] = await session.scalars(select(GenerationRow))
     assert row.kind == "training"
     assert row.copies_shares is False
-    assert (row.copies_reason or "").startswith("no copies are kept: losses of about ")
+    assert (row.copies_reason or "").startswith("no copies are kept: about ")
