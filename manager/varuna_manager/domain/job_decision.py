@@ -294,10 +294,11 @@ def _list_leaving(generation: GenerationView, vms: Vms) -> list[VmView]:
 def _explain_training_on(now: float, job: JobView, generation: GenerationView, vms: Vms) -> str:
     """Why it does not leave yet, although VMs of it are about to go; empty: it leaves, or there are none.
 
-    A VM that the provider will take is there, and paid for, until then. One that is drained is wanted elsewhere.
+    A VM that the provider will take is there, and paid for, until then. One that is drained, and so cordoned, is
+    wanted elsewhere.
     """
     leaving = _list_leaving(generation, vms)
-    if not leaving or any(vm.notice_deadline is None or vm.drain_deadline is not None for vm in leaving):
+    if not leaving or any(vm.notice_deadline is None or vm.cordoned for vm in leaving):
         return ""
     left_s = _leaves_at(leaving[0]) - now
     step_ends_s = predict_rest_s(now, generation, since=generation.progress_at)

@@ -493,7 +493,7 @@ def test_a_job_trains_on_while_a_vm_with_a_long_notice_is_there(
         assert decision.actions == ()
         assert decision.claims == running.devices
         assert decision.reason == ("generation 2 is under way; VM a has notice, but there is time to train on")
-        drained = replace(leaving, drain_deadline=NOW + left_s)
+        drained = replace(leaving, cordoned=True)
         assert decide(job(running), drained, vm("b")).actions, "it is wanted elsewhere"
         return
     (stop,) = decision.actions
