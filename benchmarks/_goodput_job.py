@@ -190,15 +190,9 @@ class ReplayedGeneration:
     """When its newest step ended; before its first: when it started."""
     kept: float = 0.0
     """Examples of the step under way that it began with."""
-    stops: bool = False
-    """Whether it leaves at the end of its step."""
-    saves_first: bool = False
-    """Whether it saves then."""
-    knows_loss: bool = False
-    """Whether its first loss is one of VMs that had notice, before which it leaves."""
+    stop: Stop | None = None
+    """How it was asked to leave; None: it was not."""
     has_left_within_step: bool = False
-    has_sent_state: bool = False
-    """Whether the next shape has its state."""
     ended_s: float | None = None
     copied: CopiedParts = NOTHING
     """What its VMs copy to each other."""
@@ -497,7 +491,8 @@ class ReplayedJob:
     def _find_noticed_s(self, generation: ReplayedGeneration) -> float:
         """When a generation that has lost VMs is over."""
         assert generation.first_loss_s is not None
-        detect_s = 0.0 if generation.knows_loss else self.system.detect_s
+        has_notice = generation.stop is not None and generation.stop.before_vms_leave
+        detect_s = 0.0 if has_notice else self.system.detect_s
         return max(generation.first_loss_s + detect_s, generation.shares_end_s)
 
     def _end_step(self, now: float, generation: ReplayedGeneration) -> None:
@@ -505,9 +500,9 @@ class ReplayedJob:
         self.done = max(0.0, self.done - generation.plan.global_batch)
         generation.steps += 1
         generation.stepped_s = now
-        if generation.stops:
+        if generation.stop is not None:
             generation.ended_s = now
-            if generation.saves_first or not self.system.survivors:  # all wait for the save
+            if generation.stop.saves or not self.system.survivors:  # all wait for the save
                 save_s = self.system.save_stall_s + self.state.read_store_s(generation.plan)
                 self._stored, self._writing, self._stalled_until_s = self.committed, None, now + save_s
             return
@@ -538,16 +533,14 @@ class ReplayedJob:
         if isinstance(action, Stop):
             assert generation is not None
             assert generation.live
-            generation.stops, generation.saves_first = True, action.saves
+            generation.stop = action
             if action.before_vms_leave and now >= generation.ready_s:
-                generation.knows_loss = True
                 leaving = self.find_leaving(now)
                 hit = {rank for rank, vm in enumerate(generation.vms) if vm in leaving}
                 self._lose_ranks(now, generation, hit)
                 self._settle(now)
                 return
             generation.has_left_within_step = action.within_step and now >= generation.ready_s
-            generation.has_sent_state = action.has_state
             sums_move = generation.has_left_within_step or self.system.sums_copied_s is not None
             if now < generation.ready_s or sums_move:
                 generation.ended_s = now
@@ -624,7 +617,7 @@ class ReplayedJob:
             return moving.whole_s
         # What is kept of the step moves, too.
         sums_s = SUMS_PART * moving.whole_s * (self.done > 1e-9 * start.plan.global_batch)
-        if before.has_sent_state and before.first_loss_s is None:
+        if before.stop is not None and before.stop.has_state and before.first_loss_s is None:
             return sums_s
         rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
         are_new = not set(start.vms) <= set(before.vms)

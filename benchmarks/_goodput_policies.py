@@ -89,7 +89,7 @@ class BestPlan:
         best, generation = self.choose(now, len(job.vms)), job.generation
         if generation is None or not generation.live:
             return None if best is None else _start_best(job, best)
-        is_busy = generation.stops or generation.first_loss_s is not None
+        is_busy = generation.stop is not None or generation.first_loss_s is not None
         if is_busy or best is None or generation.steps == 0 or not self.is_better(job, best, generation):
             return None
         return Stop()
@@ -163,7 +163,7 @@ class ManagersRules:
     def decide(self, now: float, job: ReplayedJob) -> Start | Stop | None:
         generation = job.generation
         if generation is not None and generation.live:
-            if generation.first_loss_s is not None or generation.stops:
+            if generation.first_loss_s is not None or generation.stop is not None:
                 return None
             if generation.steps and generation.number > max(1, self._counted):
                 self._note_morph(generation)

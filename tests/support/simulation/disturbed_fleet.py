@@ -22,6 +22,8 @@ COARSE = Rules(
 """For hours: what is learned from silence takes longer, all else (broken streams, the provider's list) does not."""
 
 BUSY = Pace(look_after_s=8.0, store_after_s=3.0, quiet_s=(60.0, 120.0))
+NOTICES_S = [0.0, 30.0, 120.0]
+"""None, Azure's and AWS's."""
 
 
 def books_are_right(world: FleetWorld, job_id: str) -> None:
@@ -56,7 +58,7 @@ async def disturbed(folder: Path, seed: int) -> str:
     gpus = chance.choice([1, 1, 2])
     async with fleet_world(folder, seed, rules=QUICK, disturbances=disturbances, gpus=gpus) as world:
         trace = market(chance, minutes=10, most=6)
-        await world.replay(trace, ReplaySettings(notice_s=chance.choice([0.0, 30.0, 120.0])))
+        await world.replay(trace, ReplaySettings(notice_s=chance.choice(NOTICES_S)))
         await world.manager.fleet.set_target(8)
         jobs = []
         for number in range(2):
@@ -89,9 +91,7 @@ async def reshaped(folder: Path, seed: int) -> str:
     )
     gpus = chance.choice([1, 1, 2])
     async with fleet_world(folder, seed, rules=QUICK, disturbances=disturbances, gpus=gpus) as world:
-        await world.replay(
-            market(chance, minutes=15, most=6), ReplaySettings(notice_s=chance.choice([0.0, 30.0, 120.0]))
-        )
+        await world.replay(market(chance, minutes=15, most=6), ReplaySettings(notice_s=chance.choice(NOTICES_S)))
         await world.manager.fleet.set_target(8)
         layers, carriage = chance.choice([6, 12, 12, 24]), chance.choice([*Carriage, Carriage.IN_PLACE])
         job = await world.submit(

@@ -36,10 +36,7 @@ class EmulatedWork:
         self._launched.set()
 
     def is_completed(self) -> bool:
-        if not self._launched.is_set():
-            return False
-        assert self._ended is not None
-        return self._ended.query()
+        return self._launched.is_set() and self._ended is not None and self._ended.query()
 
     def wait(self, _: timedelta) -> bool:
         assert self.is_completed(), "this would have blocked in the device"

@@ -65,13 +65,15 @@ LONG = TwoStages(global_batch=720)
 """A step on two GPUs takes three minutes."""
 
 
-def all_policies(trace: SpotTrace) -> dict[str, Any]:
-    return goodput.list_policies(trace, PLANS, STATE, detect_s=4.0)
+def all_policies(trace: SpotTrace, plans: TwoStages = PLANS) -> dict[str, Any]:
+    return goodput.list_policies(trace, plans, STATE, detect_s=4.0)
 
 
-def replay(trace: SpotTrace, name: str) -> tuple[jobs.Replayed, Any]:
-    system, policy = all_policies(trace)[name]
-    return jobs.ReplayedJob(trace, PLANS, STATE, system, policy, price=2.0).replay(), policy
+def replay(
+    trace: SpotTrace, name: str, *, notice_s: float = 0.0, plans: TwoStages = PLANS
+) -> tuple[jobs.Replayed, Any]:
+    system, policy = all_policies(trace, plans)[name]
+    return jobs.ReplayedJob(trace, plans, STATE, system, policy, price=2.0, notice_s=notice_s).replay(), policy
 
 
 def replay_as(trace: SpotTrace, system: jobs.System, plans: TwoStages = PLANS) -> tuple[jobs.Replayed, ManagersRules]:
@@ -112,8 +114,7 @@ def test_every_second_is_booked_once_and_no_policy_beats_the_bound(trace: SpotTr
         assert replayed == replay(trace, name)[0], f"{name} is deterministic"
         assert [at_s for at_s, _ in replayed.progress] == sorted(at_s for at_s, _ in replayed.progress)
 
-        system, policy = all_policies(trace)[name]
-        noticed = jobs.ReplayedJob(trace, PLANS, STATE, system, policy, notice_s=notice_s).replay()
+        noticed, _ = replay(trace, name, notice_s=notice_s)
         assert seconds(noticed) == pytest.approx(trace.ends_s - trace.starts_s, abs=1e-2), name
         assert -1e-6 <= noticed.examples <= bound + 1e-3, name
 
@@ -155,16 +156,10 @@ def test_a_loss_costs_the_lost_replicas_share_of_the_step() -> None:
     assert found.losses == 1
 
 
-def replay_with_notice(notice_s: float, plans: TwoStages = PLANS) -> tuple[jobs.Replayed, Any]:
-    trace = parse_trace(LOSS)
-    system, policy = goodput.list_policies(trace, plans, STATE, detect_s=4.0)["survivors"]
-    return jobs.ReplayedJob(trace, plans, STATE, system, policy, notice_s=notice_s).replay(), policy
-
-
 @pytest.mark.parametrize("notice_s", [20.0, 60.0])
 def test_a_notice_leaves_time_to_finish_a_step(notice_s: float) -> None:
     """With a longer one the VM, which goes after 99.2 s, is used until half a minute before."""
-    found, policy = replay_with_notice(notice_s)
+    found, policy = replay(parse_trace(LOSS), "survivors", notice_s=notice_s)
     assert (found.redone_s, found.detecting_s, found.losses) == (0, 0, 0)
     assert found.morphs["in place"] == 1
     at_s, reason = policy.reasons[1]
@@ -174,10 +169,10 @@ def test_a_notice_leaves_time_to_finish_a_step(notice_s: float) -> None:
 
 def test_a_notice_that_is_shorter_than_the_step_spares_the_time_to_notice_a_loss() -> None:
     """Of a step of 45 s. The VM is left 6 s before it goes, and the other replicas finish their shares."""
-    found, policy = replay_with_notice(6.0, LONG)
+    found, policy = replay(parse_trace(LOSS), "survivors", notice_s=6.0, plans=LONG)
     assert "too soon to finish the step" in policy.reasons[1][1]
     assert (found.detecting_s, found.morphs["in place"]) == (0, 1)
-    without, _ = replay_with_notice(0.0, LONG)
+    without, _ = replay(parse_trace(LOSS), "survivors", plans=LONG)
     assert without.detecting_s + without.redone_s > found.redone_s > 0
 
 
