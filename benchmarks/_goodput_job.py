@@ -85,7 +85,7 @@ class State:
         )
 
     def read_store_s(self, plan: Plan) -> float:
-        """The time of the largest stage over its VM's link."""
+        """The time of the largest stage's state over its VM's link."""
         bounds = [*plan.stage_starts, len(self.section_bytes)]
         stages = [sum(self.section_bytes[first:stop]) for first, stop in itertools.pairwise(bounds)]
         return max(stages) / self.link_bytes_per_s
@@ -122,7 +122,8 @@ class Stop:
     within_step: bool = False
     """Leave at once, with what is done of the step: pipelines drain and fill once more."""
     before_vms_leave: bool = False
-    """Leave at once, as after the loss of the VMs that have notice, which nobody has to notice."""
+    """Leave at once, as after the loss of the VMs that have notice, which nobody has to notice. With `within_step`,
+    others get what their replicas have of the step."""
     saves: bool = False
     """Save first."""
     has_state: bool = False
@@ -193,6 +194,8 @@ class ReplayedGeneration:
     stop: Stop | None = None
     """How it was asked to leave; None: it was not."""
     has_left_within_step: bool = False
+    parting_s: float = 0.0
+    """For how long ranks that do not go on sent their sums, when all had left."""
     ended_s: float | None = None
     copied: CopiedParts = NOTHING
     """What its VMs copy to each other."""
@@ -487,6 +490,8 @@ class ReplayedJob:
         self.holding = Holding(plan=generation.plan, vms=generation.vms, has_copies=generation.copied.states)
         if self.done >= generation.plan.global_batch * (1 - 1e-9):
             self._end_step(now, generation)
+        if generation.live and generation.stop is not None and generation.stop.within_step:
+            self._leave_within_step(now, generation, generation.stop)
 
     def _find_noticed_s(self, generation: ReplayedGeneration) -> float:
         """When a generation that has lost VMs is over."""
@@ -534,15 +539,14 @@ class ReplayedJob:
             assert generation is not None
             assert generation.live
             generation.stop = action
-            if action.before_vms_leave and now >= generation.ready_s:
-                leaving = self.find_leaving(now)
-                hit = {rank for rank, vm in enumerate(generation.vms) if vm in leaving}
-                self._lose_ranks(now, generation, hit)
+            is_ready = now >= generation.ready_s - ROUNDING_S
+            if action.within_step:
+                if is_ready:
+                    self._leave_within_step(now, generation, action)
+            elif action.before_vms_leave and is_ready:
+                self._lose_ranks(now, generation, self._list_leaving_ranks(now, generation))
                 self._settle(now)
-                return
-            generation.has_left_within_step = action.within_step and now >= generation.ready_s
-            sums_move = generation.has_left_within_step or self.system.sums_copied_s is not None
-            if now < generation.ready_s or sums_move:
+            elif not is_ready or self.system.sums_copied_s is not None:
                 generation.ended_s = now
             return
         assert generation is None or not generation.live, "one generation at a time"
@@ -557,7 +561,7 @@ class ReplayedJob:
         begins_s = max(now, self._stalled_until_s)
         fill_s = 0.0
         if generation is not None and generation.has_left_within_step:
-            fill_s = predict_fill_s(action.plan)
+            fill_s = predict_fill_s(action.plan) + generation.parting_s
         self._booked_ahead(now, begins_s)
         self.generation = ReplayedGeneration(
             plan=action.plan,
@@ -577,6 +581,19 @@ class ReplayedJob:
         hit = {rank for rank, vm in enumerate(action.vms) if vm not in self.there}
         if hit:
             self._lose_ranks(now, self.generation, hit)
+
+    def _leave_within_step(self, now: float, generation: ReplayedGeneration, stop: Stop) -> None:
+        """In order, with all that is done of the step."""
+        generation.has_left_within_step, generation.ended_s = True, now
+        if stop.before_vms_leave:
+            generation.lost |= self._list_leaving_ranks(now, generation)
+            generation.parting_s = SUMS_PART * self.state.read_store_s(generation.plan)
+            self._losses += 1
+
+    def _list_leaving_ranks(self, now: float, generation: ReplayedGeneration) -> set[int]:
+        """Those whose VMs have notice."""
+        leaving = self.find_leaving(now)
+        return {rank for rank, vm in enumerate(generation.vms) if vm in leaving}
 
     def _find_wanted_copies(self, start: Start) -> CopiedParts:
         return start.copied or CopiedParts(states=self.system.copies, marks=self.system.marks_s is not None)

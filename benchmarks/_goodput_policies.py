@@ -46,6 +46,7 @@ from varuna_planner.placement import place
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Device, Plan
 
+_END_REASONS = {EndCause.VM_LOST: "VMs are lost", EndCause.NOTICE: "VMs have notice", EndCause.GROWTH: "growth"}
 _LEFT_WITHIN_STEP = StopView(mode=StopMode.HOLD_WITHIN_STEP, cause=EndCause.GROWTH, reason="growth", requested_at=0.0)
 
 
@@ -185,7 +186,8 @@ class ManagersRules:
             return Stop(
                 within_step=is_within,
                 has_state=is_within and self._has_sent(view),
-                before_vms_leave=action.cause is EndCause.NOTICE and action.mode is StopMode.LEAVE_NOW,
+                before_vms_leave=action.cause is EndCause.NOTICE
+                and action.mode in (StopMode.LEAVE_NOW, StopMode.HOLD_WITHIN_STEP),
                 saves=action.mode is StopMode.SAVE_FIRST,
             )
         return None
@@ -345,7 +347,7 @@ class ManagersRules:
             state = GenerationState.RUNNING if generation.ready_s <= now else GenerationState.LAUNCHING
         else:
             state = GenerationState.ENDED
-        was_lost = generation.first_loss_s is not None
+        end_cause = _find_end_cause(generation)
         return GenerationView(
             number=generation.number,
             kind=GenerationKind.TRAINING,
@@ -365,8 +367,8 @@ class ManagersRules:
             holders=self._renew_holders(now),
             ended_at=None if generation.live else now,
             stop=None if not generation.has_left_within_step else _LEFT_WITHIN_STEP,
-            end_cause=None if generation.live else EndCause.VM_LOST if was_lost else EndCause.GROWTH,
-            end_reason="" if generation.live else "VMs are lost" if was_lost else "growth",
+            end_cause=end_cause,
+            end_reason="" if end_cause is None else _END_REASONS[end_cause],
         )
 
     def _renew_holders(self, now: float) -> Holders | None:
@@ -379,13 +381,22 @@ class ManagersRules:
         return Holders(generation=self._holders.generation, members=members)
 
 
+def _find_end_cause(generation: ReplayedGeneration) -> EndCause | None:
+    """None: it is live."""
+    if generation.live:
+        return None
+    if generation.first_loss_s is not None:
+        return EndCause.VM_LOST
+    return EndCause.NOTICE if generation.stop is not None and generation.stop.before_vms_leave else EndCause.GROWTH
+
+
 def _view_worker(
     now: float, generation: ReplayedGeneration, rank: int, survivors: frozenset[Device], *, step: int, copies: bool
 ) -> WorkerView:
     device = Device(generation.vms[rank], 0)
     if generation.live:
         return WorkerView(rank=rank, device=device, state=WorkerState.RUNNING)
-    if rank in generation.lost:
+    if rank in generation.lost and not generation.has_left_within_step:
         return WorkerView(
             rank=rank,
             device=device,
@@ -399,7 +410,7 @@ def _view_worker(
         state=WorkerState.EXITED,
         cause=ExitCause.GENERATION_ENDED,
         stopped_at=now,
-        held_step=step if device in survivors else None,
+        held_step=step if device in survivors or rank in generation.lost else None,
         held_copies=tuple(
             KeptCopy(stage, step)
             for stage, keeper in enumerate(generation.keepers)

@@ -256,6 +256,7 @@ class AgentRunner:
                     keep_state=instruction.keep_state,
                     in_place=instruction.in_place,
                     within_step=instruction.within_step,
+                    spare=instruction.spare,
                     store_state=instruction.store_state,
                 )
             case ins.SendAheadPart(key, part):

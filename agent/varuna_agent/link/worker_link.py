@@ -87,10 +87,16 @@ class WorkerLink:
         keep_state: bool = False,
         in_place: bool = False,
         within_step: bool = False,
+        spare: bool = False,
         store_state: bool = False,
     ) -> None:
         leave = worker_pb2.Leave(
-            mode=mode, keep_state=keep_state, in_place=in_place, within_step=within_step, store_state=store_state
+            mode=mode,
+            keep_state=keep_state,
+            in_place=in_place,
+            within_step=within_step,
+            spare=spare,
+            store_state=store_state,
         )
         self._send(key, worker_pb2.AgentToWorker(leave=leave))
 

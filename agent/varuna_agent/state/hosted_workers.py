@@ -571,5 +571,6 @@ def _make_leave(worker: HostedWorker, mode: agent_pb2.StopMode.ValueType, reason
         keep_state=worker.may_stay,
         in_place=use.in_place,
         within_step=use.within_step,
+        spare=use.spare,
         store_state=worker.may_stay and use.store,
     )

@@ -88,6 +88,8 @@ class SendLeave:
     """It is to go on in place there."""
     within_step: bool = False
     """It is to leave in the middle of its step."""
+    spare: bool = False
+    """It has no part in the next generation, in which others have the state that it has."""
     store_state: bool = False
     """Its state is to outlive the process: it leaves at once, and `SendStore` follows."""
 

@@ -38,7 +38,7 @@ from varuna_manager.db.engine import Database, NotLeaderError, StoreAwayError
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow
 from varuna_manager.domain.actions import Action, Decision, RequestStacks, StartGeneration
 from varuna_manager.domain.better_shape import gpu_limit
-from varuna_manager.domain.commands import CommandKey, DrainKey, GenerationOnVm, LaunchKey, StopKey, list_commands
+from varuna_manager.domain.commands import CommandKey, DrainKey, LaunchKey, StopKey, list_commands
 from varuna_manager.domain.devices import choose_devices, list_waiting_devices
 from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.keepers import Copies, CopiesFacts, count_unsaved, expect_step_s
@@ -47,7 +47,7 @@ from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.preparing import JobPlaces
 from varuna_manager.domain.reshaping import keeps_state, may_gain_elsewhere, may_stay_in_place
 from varuna_manager.domain.starting import decide_in_place
-from varuna_manager.domain.states import EndCause, GenerationKind, JobState, StopMode, VmState
+from varuna_manager.domain.states import HOLDING_STOPS, EndCause, GenerationKind, JobState, VmState
 from varuna_manager.domain.store_stops import expect_store_stops
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.jobs.checkpoints import read_saved_step
@@ -333,7 +333,6 @@ class JobController:
         `sessions`: those that were open when the snapshot was loaded.
         """
         jobs = {job.row.id: job for job in snapshot.jobs}
-        leaving = {vm.id: vm.leave_by for vm in snapshot.vms.values() if vm.leave_by is not None}
         growing = max(filter(may_grow, snapshot.jobs), key=lambda job: job.spec.priority, default=None)
         for number, session in enumerate(sessions):
             if number % _SESSIONS_AT_ONCE == 0:
@@ -354,7 +353,7 @@ class JobController:
             if not is_idle and session.last_comparison != (parts, running, draining):
                 wanted = list_commands(parts, running, session.seen, draining=draining)
                 for key in wanted:
-                    if key not in session.sent_commands and self._try_send(session, key, jobs, snapshot, leaving):
+                    if key not in session.sent_commands and self._try_send(session, key, jobs, snapshot):
                         session.sent_commands.add(key)
                         failpoint(f"manager.{type(key).__name__}.sent")
                 if session.sent_commands.issuperset(wanted):
@@ -373,12 +372,11 @@ class JobController:
         key: CommandKey,
         jobs: Mapping[str, LoadedJob],
         snapshot: Snapshot,
-        leaving: Mapping[str, float],
     ) -> bool:
         """Whether the command was sent. A job whose command cannot be built fails, and the others go on."""
         job_id = "" if isinstance(key, DrainKey) else key.job_id
         try:
-            return self._send_command(session, key, jobs, snapshot, leaving)
+            return self._send_command(session, key, jobs, snapshot)
         except messages.UNSENDABLE as error:
             if isinstance(key, LaunchKey):
                 self._note_flaw(job_id, error)
@@ -429,9 +427,8 @@ class JobController:
         key: CommandKey,
         jobs: Mapping[str, LoadedJob],
         snapshot: Snapshot,
-        leaving: Mapping[str, float],
     ) -> bool:
-        """`leaving`: when each VM will have left. Returns False if it cannot be sent now and is tried again."""
+        """Returns False if it cannot be sent now and is tried again."""
         if isinstance(key, LaunchKey):
             if jobs[key.job_id].view.flaw:
                 return True  # it is about to end
@@ -450,7 +447,6 @@ class JobController:
             )
             session.send(message)
         elif isinstance(key, StopKey):
-            deadlines = [at for vm_id, at in leaving.items() if _takes_part(key, snapshot.presence.get(vm_id, ()))]
             job = jobs.get(key.job_id)
             step_s = _step_s(job, key.generation)
             goes_on = job is not None and job.row.job_state is not JobState.CANCELLING
@@ -459,7 +455,7 @@ class JobController:
                 self._rules,
                 now=self._now(),
                 step_s=step_s,
-                deadlines=deadlines,
+                leaves_at=snapshot.vms[session.vm_id].leave_by,
                 traceparent=self._spans.make_traceparent(key.job_id, key.generation + 1) if goes_on else "",
                 state_use=_choose_state_use(job, key, snapshot.vms[session.vm_id], snapshot.vms),
             )
@@ -496,16 +492,12 @@ def _choose_state_use(job: LoadedJob | None, key: StopKey, vm: VmView, vms: Vms)
         return StateUse(keep=True, store=True)  # for `varuna retry`: its processes must not keep devices
     keep = _keeps_state(job, key.generation)
     running = None if job is None else job.view.generation
-    if job is None or running is None or running.number != key.generation or key.mode is not StopMode.HOLD_FIRST:
+    if job is None or running is None or running.number != key.generation or key.mode not in HOLDING_STOPS:
         return StateUse(keep=keep)
     in_place = running.stop is not None and running.stop.cause is EndCause.NOTICE
     is_leaving = vm.state is VmState.DRAINING
     spare = in_place and is_leaving and may_stay_in_place(running, vms, job.view.min_gpus, gpu_limit(job.view))
     return StateUse(keep=keep, in_place=in_place, spare=spare)
-
-
-def _takes_part(key: StopKey, parts: Sequence[GenerationOnVm]) -> bool:
-    return any((part.job_id, part.generation) == (key.job_id, key.generation) for part in parts)
 
 
 def _step_s(job: LoadedJob | None, generation: int) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
@@ -185,19 +186,19 @@ def stop_message(
     *,
     now: float,
     step_s: float,
-    deadlines: Collection[float],
+    leaves_at: float | None,
     traceparent: str,
     state_use: StateUse,
 ) -> pb.ManagerMessage:
-    """`step_s`: how long a step takes; `deadlines`: of the generation's VMs that leave; a save ends before the first;
-    `traceparent`: of the morph for which it stops, or empty."""
+    """`step_s`: how long a step takes. `leaves_at`: when the VM goes; None: it stays, and what its workers hold is not
+    given up because another VM goes before they have left. `traceparent`: of the morph for which it stops, or empty."""
     grace_s = rules.stop_grace_s
     if state_use.keep and key.mode is StopMode.LEAVE_NOW:
         # Replicas that have lost no worker finish their share of the step.
         grace_s += rules.share_minibatches * step_s
     if key.mode is not StopMode.LEAVE_NOW:  # workers that cannot hold their state save
-        left = [deadline - now - 1.0 for deadline in deadlines]
-        grace_s = max(min([rules.save_grace_s + 2 * step_s, *left]), 1.0)
+        left_s = math.inf if leaves_at is None else leaves_at - now - 1.0
+        grace_s = max(min(rules.save_grace_s + 2 * step_s, left_s), 1.0)
     stop = pb.Stop(
         job_id=key.job_id,
         generation=key.generation,

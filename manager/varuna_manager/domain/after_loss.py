@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from varuna_manager.domain.better_shape import count_vms, gpu_limit, predict_life_s, predict_restart
 from varuna_manager.domain.holders import find_holders
-from varuna_manager.domain.leaving_step import SUMS_PART
+from varuna_manager.domain.leaving_step import SUMS_PART, find_done_part, has_left_within_step
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
 from varuna_manager.domain.other_stages import find_movers
 from varuna_manager.domain.reshaping import count_kept_replicas, list_kept_replicas, may_gain_elsewhere, plan_reshape
@@ -127,11 +127,14 @@ def _predict_moving_s(job: JobView, proposal: Proposal, *, left: float) -> float
 def predict_kept_examples(job: JobView, ended: GenerationView) -> float:
     """The examples of the step under way that survivors have, as far as the manager can know it.
 
-    Replicas without a loss have their shares. With marks, others have what they had done at their newest ones, where
-    each stage has a survivor with a copy. With one replica, those are the ranks that keep copies of states.
+    All that was done counts where all have left in the middle of the step, in order. Otherwise replicas without a loss
+    have their shares. With marks, others have what they had done at their newest ones, where each stage has a survivor
+    with a copy. With one replica, those are the ranks that keep copies of states.
     """
     plan = ended.plan
     assert plan is not None
+    if has_left_within_step(ended):
+        return plan.global_batch * find_done_part(ended)
     share = plan.global_batch / plan.d
     kept = sum(
         plan.shares[replica] * plan.micro_batch if plan.shares else share
@@ -139,19 +142,8 @@ def predict_kept_examples(job: JobView, ended: GenerationView) -> float:
     )
     if not job.copies_shares or (plan.d < 2 and not ended.keepers):
         return kept
-    return kept + _count_marked_replicas(plan, ended) * share * _predict_marked_part(plan, ended)
-
-
-def _predict_marked_part(plan: Plan, ended: GenerationView) -> float:
-    """The part of its share that a replica had done at its newest mark."""
-    if ended.step_s <= MARKS_S:
-        return 0.0
-    stopped = [worker.stopped_at for worker in ended.workers if worker.stopped_at is not None]
-    trained_s = min(stopped, default=ended.stepped_at) - ended.stepped_at - MARKS_S / 2
-    before = 0.0
-    if ended.last_step is None and ended.micro_batches_left is not None:
-        before = 1.0 - ended.micro_batches_left * plan.micro_batch / plan.global_batch
-    return min(max(before, 0.0) + max(trained_s, 0.0) / ended.step_s, 1.0)
+    marked = find_done_part(ended, MARKS_S / 2) if ended.step_s > MARKS_S else 0.0
+    return kept + _count_marked_replicas(plan, ended) * share * marked
 
 
 def _count_marked_replicas(plan: Plan, ended: GenerationView) -> int:

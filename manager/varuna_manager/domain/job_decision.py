@@ -35,7 +35,7 @@ from varuna_manager.domain.causes import (
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.ending import decide_end
-from varuna_manager.domain.leaving_step import predict_rest_s
+from varuna_manager.domain.leaving_step import predict_parting_s, predict_rest_s
 from varuna_manager.domain.limits import find_reached_limit
 from varuna_manager.domain.observed import GenerationView, JobView, Rules, Vms, VmView, WorkerView
 from varuna_manager.domain.reshaping import may_stay_in_place
@@ -324,6 +324,8 @@ def _choose_mode_before_deadline(
     if may_stay_in_place(generation, vms, job.min_gpus, gpu_limit(job)):
         if left_s >= rest_s:
             return StopMode.HOLD_FIRST, ""
+        if generation.plan is not None and left_s >= predict_parting_s(generation.plan):
+            return StopMode.HOLD_WITHIN_STEP, f"; in the middle of its step, of which {rest_s:.0f} s are left"
         return StopMode.LEAVE_NOW, (
             f"; too soon to finish the step: {max(left_s, 0.0):.1f} s are left, but it takes another {rest_s:.1f} s"
         )

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from varuna_manager.domain.leaving_step import find_done_part, has_left_within_step
 from varuna_manager.domain.observed import GenerationView, Vms, WorkerView
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind
 from varuna_planner.schedule.batching import apportion, count_micro_batches
@@ -94,6 +95,8 @@ def may_gain_elsewhere(generation: GenerationView | None) -> bool:
     if generation is None or generation.plan is None or generation.live:
         return False
     plan = generation.plan
+    if has_left_within_step(generation):
+        return generation.step_s * (1.0 - find_done_part(generation)) > _LONG_REST_S
     kept = count_kept_replicas(plan, generation.workers)
     rest_s = generation.step_s * (plan.d - kept) / max(kept, 1)
     return 2 * kept < plan.d or rest_s > _LONG_REST_S

@@ -128,6 +128,7 @@ class StopMode(StrEnum):
     """The same in the middle of the step, with what they have of it, if all of them can; else at its end."""
 
 
+HOLDING_STOPS = frozenset({StopMode.HOLD_FIRST, StopMode.HOLD_WITHIN_STEP})
 TERMINAL_JOB_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 STOPPED_WORKER_STATES = frozenset({WorkerState.EXITED, WorkerState.LOST})
 

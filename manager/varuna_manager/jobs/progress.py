@@ -20,7 +20,7 @@ from varuna_manager.db.models import Base, GenerationRow, JobProgressRow, JobRow
 from varuna_manager.domain import accounting, downtime
 from varuna_manager.domain.downtime import DowntimePart, MorphMoments
 from varuna_manager.domain.keepers import CopiesObstacles
-from varuna_manager.domain.states import GenerationKind, GenerationState, StopMode, WorkerState
+from varuna_manager.domain.states import HOLDING_STOPS, GenerationKind, GenerationState, StopMode, WorkerState
 from varuna_manager.history.live import ProgressBoard
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.history.step_metrics import roll_up
@@ -73,7 +73,7 @@ class Progress:
         After a hold-first stop it has saved only if it holds no state.
         """
         row = GenerationRow
-        holding = [] if fact.HasField("held") else [StopMode.HOLD_FIRST.value, StopMode.HOLD_WITHIN_STEP.value]
+        holding = [] if fact.HasField("held") else [mode.value for mode in HOLDING_STOPS]
         modes = [StopMode.SAVE_FIRST.value, *holding]
         slowest_s = case((row.save_s > fact.save_s, row.save_s), else_=fact.save_s)
         statement = update(row).where(

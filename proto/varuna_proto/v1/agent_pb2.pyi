@@ -2023,7 +2023,7 @@ class Stop(_message.Message):
     within_step: _builtins.bool
     """with HOLD_FIRST: in the middle of the step, with what they have of it, if all of them can"""
     spare: _builtins.bool
-    """with HOLD_FIRST: other VMs hold what this one's workers hold, which end without a save"""
+    """with HOLD_FIRST: other VMs hold what this one's workers hold, which end without a save; with within_step, others get what they have of the step"""
     store_state: _builtins.bool
     """with keep_state: the state outlives the processes, in memory that the agent keeps"""
     def __init__(

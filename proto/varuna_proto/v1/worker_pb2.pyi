@@ -893,6 +893,7 @@ class Leave(_message.Message):
     KEEP_STATE_FIELD_NUMBER: _builtins.int
     IN_PLACE_FIELD_NUMBER: _builtins.int
     WITHIN_STEP_FIELD_NUMBER: _builtins.int
+    SPARE_FIELD_NUMBER: _builtins.int
     STORE_STATE_FIELD_NUMBER: _builtins.int
     mode: _agent_pb2.StopMode.ValueType
     keep_state: _builtins.bool
@@ -901,6 +902,8 @@ class Leave(_message.Message):
     """as in Stop"""
     within_step: _builtins.bool
     """as in Stop"""
+    spare: _builtins.bool
+    """as in Stop: with within_step, others get what this rank has of the step"""
     store_state: _builtins.bool
     """as in Stop"""
     def __init__(
@@ -910,11 +913,12 @@ class Leave(_message.Message):
         keep_state: _builtins.bool = ...,
         in_place: _builtins.bool = ...,
         within_step: _builtins.bool = ...,
+        spare: _builtins.bool = ...,
         store_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "keep_state", b"keep_state", "mode", b"mode", "store_state", b"store_state", "within_step", b"within_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "keep_state", b"keep_state", "mode", b"mode", "spare", b"spare", "store_state", b"store_state", "within_step", b"within_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

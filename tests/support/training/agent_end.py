@@ -74,9 +74,12 @@ class AgentEnd:
         keep_state: bool = False,
         in_place: bool = False,
         within_step: bool = False,
+        spare: bool = False,
     ) -> None:
         assert self._worker is not None
-        leave = worker_pb2.Leave(mode=mode, keep_state=keep_state, in_place=in_place, within_step=within_step)
+        leave = worker_pb2.Leave(
+            mode=mode, keep_state=keep_state, in_place=in_place, within_step=within_step, spare=spare
+        )
         self._worker.sendall(framing.frame(worker_pb2.AgentToWorker(leave=leave)))
 
     def send_ahead_part(self, part: worker_pb2.AheadPart) -> None:

@@ -8,7 +8,8 @@ until all stages have theirs; "lossy": ranks whose copies are never whole; "copi
 until the copy of its state is whole; "keeps_inputs": also in short steps, ranks whose script cannot follow the shape
 keep their inputs for the rest of the step; "leaves_at": {"step", "op", "generations"}: in the first generations, the
 passes of a step wait before this op ("F": the second forward, "B": the first backward) until the agent has asked the
-rank to leave within the step, and ranks wait for one another's votes for as long as that takes.
+rank to leave within the step, and ranks wait for one another's votes for as long as that takes; "parting": {"fails",
+"dies"}: ranks that cannot send what they leave to others, or die before that.
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places]. Each
 pass without micro-batches is one of `idle.rank*.jsonl`: [generation, step].
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -40,6 +42,7 @@ import varuna.roles.kept_inputs
 from killing_script import arm, meet_before
 from late_marks import LateMarks
 from small_gpt import SmallGPT, Task
+from varuna.copies.parting_sums import PartingSums
 from varuna.copies.rank_shares import RankShares
 from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
@@ -107,6 +110,16 @@ def hold_passes(step: int, op: str, generations: int) -> None:
         run_op(engine, run, *arguments)
 
     setattr(Engine, name, wait_and_run)
+
+
+def spoil_parting(own: int, *, fails: Sequence[int] = (), dies: Sequence[int] = ()) -> None:
+    def spoil(*_: Any) -> None:
+        if own in dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ConnectionError("as the test wants it")
+
+    if own in (*fails, *dies):
+        PartingSums._send = spoil  # type: ignore[method-assign, assignment]
 
 
 class NumberedExamples(torch.utils.data.Dataset):
@@ -273,6 +286,7 @@ if __name__ == "__main__":
         copies_script.wait_for_copies({})
     if wanted.get("leaves_at"):
         hold_passes(**wanted["leaves_at"])
+    spoil_parting(own, **wanted.get("parting", {}))
     if wanted.get("keeps_inputs"):
         varuna.roles.kept_inputs._LEAST_STEP_S = 0.0
     kills = wanted.get("kills", [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -63,10 +63,15 @@ class SurvivorWorld:
         for rank in self.ranks:
             self.ends[rank].send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True)
 
-    def leave_within_step(self) -> None:
-        """Asks all ranks to leave in the middle of their step, with what they have of it."""
+    def leave_within_step(self, spare: Collection[int] = ()) -> None:
+        """Asks all ranks to leave in the middle of their step, with what they have of it.
+
+        `spare`: those that do not go on, by their ranks in the first generation.
+        """
         for rank in self.ranks:
-            self.ends[rank].send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True, within_step=True)
+            self.ends[rank].send_leave(
+                agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True, within_step=True, spare=rank in spare
+            )
 
     def wait_until_left(self, lost: set[int]) -> dict[int, worker_pb2.GenerationLeft]:
         """By rank in the first generation."""

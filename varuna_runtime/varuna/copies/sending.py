@@ -1,10 +1,10 @@
-"""A connection to the process that keeps copies of this rank, over which they go as slowly as training needs."""
+"""Sending copies to the process that keeps them; over a `PacedConnection`, as slowly as training needs."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from varuna.copies.pacing import LEAST_SHARE, CopyPace
@@ -15,7 +15,7 @@ from varuna.holdings.inventory import HeldFile
 from varuna.holdings.taking import connect_to_server
 from varuna.holdings.transfer_protocol import LARGEST_MESSAGE_BYTES
 
-__all__ = ["PacedConnection"]
+__all__ = ["PacedConnection", "send_request"]
 
 _CHUNK_BYTES = 256 << 10
 """Smaller than those of a transfer: messages of the pipeline wait for one at most."""
@@ -56,18 +56,16 @@ class PacedConnection:
 
         Raises OSError, ValueError or struct.error; the connection is of no use then (`drop`).
         """
-        connection = self._connect()
-        connection.sendall(pack_message(kind, words))
+        send_request(self._connect(), kind, words, self._iterate_paced(files))
+
+    def _iterate_paced(self, files: Iterable[HeldFile]) -> Iterator[Sequence[memoryview]]:
         for file in files:
             for chunk in file.iterate_chunks(0, _CHUNK_BYTES):
                 self._pace.begin_chunk()
                 if self._stopped.is_set():
                     raise ConnectionError("stopped")
-                send_chunk(connection, chunk)
+                yield chunk
                 self._pace.end_chunk()
-        status, answer = receive_message(connection, LARGEST_MESSAGE_BYTES)
-        if status != AnswerStatus.DONE:
-            raise ValueError(answer[0].decode(errors="replace") if answer else "it was refused")
 
     def drop(self) -> None:
         """Closes the connection; the next request makes another one."""
@@ -92,3 +90,16 @@ class PacedConnection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK_PRIORITY)
         self._connection = connection
         return connection
+
+
+def send_request(
+    connection: socket.socket, kind: int, words: Sequence[bytes], chunks: Iterable[Sequence[memoryview]]
+) -> None:
+    """Sends a request and its chunks, and waits until the keeper has them. Raises OSError, ValueError (it was refused)
+    or struct.error."""
+    connection.sendall(pack_message(kind, words))
+    for chunk in chunks:
+        send_chunk(connection, chunk)
+    status, answer = receive_message(connection, LARGEST_MESSAGE_BYTES)
+    if status != AnswerStatus.DONE:
+        raise ValueError(answer[0].decode(errors="replace") if answer else "it was refused")

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -102,6 +102,7 @@ class Departure:
         self._hold_first = False
         self._goes_on_in_place = False
         self._leaves_within_step = False
+        self._is_spare = False
         self._may_stay_after_save = True
         self._end_code: int | None = None
         self._on_unreached: Callable[[int, str], None] = lambda rank, reason: None
@@ -153,14 +154,20 @@ class Departure:
         """Whether this worker is to leave in the middle of a step, with what it has of it, if all ranks can."""
         return self._leaves_within_step
 
-    def request_hold_first(self, *, in_place: bool = False, within_step: bool = False) -> None:
+    @property
+    def is_spare(self) -> bool:
+        """Whether this worker has no part in the next generation, in which others have the state that it has."""
+        return self._is_spare
+
+    def request_hold_first(self, *, in_place: bool = False, within_step: bool = False, is_spare: bool = False) -> None:
         """Makes the generation leave at the end of the step, each rank with its state in memory.
 
         `in_place`: it is to go on in place; where a rank cannot, all save. `within_step`: it is to leave in the middle
-        of the step, where all ranks can.
+        of the step, where all ranks can. `is_spare`: this rank is not to go on.
         """
         with self.condition:
             self._hold_first, self._goes_on_in_place, self._leaves_within_step = True, in_place, within_step
+            self._is_spare = is_spare
             self.condition.notify_all()
 
     @property
@@ -213,10 +220,13 @@ class Departure:
         """Whether this worker leaves as soon as it has finished what it does (`finish_first`)."""
         return self._deferred is not None
 
-    def wait_for_others(self, are_done: Callable[[], bool]) -> None:
-        """At the end of a block of `finish_first`, whose work is done here: waits until others have done theirs."""
+    def wait_for_others(self, are_done: Callable[[], bool], patience_s: float = 0.0) -> None:
+        """At the end of a block of `finish_first`, whose work is done here: waits until others have done theirs, at
+        least for `patience_s`."""
         with self.condition:
             self._is_share_done = True
+            if self._shield is not None:
+                self._shield = replace(self._shield, patience_s=max(self._shield.patience_s, patience_s))
             self.condition.notify_all()
         self.wait_until(are_done)
 

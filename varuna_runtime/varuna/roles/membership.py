@@ -326,7 +326,6 @@ class GenerationMembership:
             committed=progress.find_committed(step),
             totals=progress.committed_totals,
             sections=(sections.start, sections.stop),
-            ranks_before=0 if before is None else before.world_size,
             weight_per_example=parts.expected_weight.per_example,
             trace_digest=parts.trace_digest,
             is_new=self._awaited_in is not None,
@@ -378,10 +377,11 @@ class GenerationMembership:
 
     def _list_marked(self, step: TrainingStep | None) -> list[MarkedSums]:
         """The copies of sums in this process's memory that may count of the step under way."""
-        shares, progress = self._parts.shares, self._parts.progress
-        if shares is None or step is None or step.totals is not None:
+        shares, parting, number = self._parts.shares, self._parts.parting, self._parts.progress.step + 1
+        if step is None or step.totals is not None:
             return []
-        return shares.list_sums(progress.step + 1)
+        at_marks = [] if shares is None else shares.list_sums(number)
+        return at_marks if parting is None else [*at_marks, *parting.list_sums(number)]
 
     def _renumber_share(
         self, step: TrainingStep, marked: Sequence[MarkedSums], micro_batch: int | None
@@ -462,7 +462,7 @@ class GenerationMembership:
         parts.checkpoints.count_state(late_bytes=parts.late_bytes)
         if step is not None and rest is not None and sums is not None:
             step.kept = follow_sums(sums, meeting.settled, parts.worker.environment, rest.expected_weight)
-        parts.copies = parts.shares = None  # of stages that are no more
+        parts.copies = parts.shares = parts.parting = None  # of stages that are no more
         return stage, peer_bytes
 
     def _end_move(self) -> None:
@@ -514,7 +514,7 @@ class GenerationMembership:
         if parts.copies is not None:
             parts.copies.finish_capture()
             parts.copies = None
-        parts.shares = None
+        parts.shares = parts.parting = None
         if parts.ahead is not None:
             parts.ahead.taker.close()
             parts.ahead = None

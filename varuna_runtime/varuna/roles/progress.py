@@ -27,8 +27,9 @@ class TrainingStep:
     passed: PassResult | None = None
     kept: KeptShare | None = None
     """What `.grad` has of the step, while no sum over other ranks has replaced it."""
-    ended_early: bool = False
-    """Whether the newest pass has, in order: all that it had begun is in `kept`."""
+    unbegun: int | None = None
+    """If the newest pass of all ranks has ended early, in order: the examples that none of them has begun. All that it
+    had begun is in `kept`."""
     rest: StepRest | None = None
     """What this rank's replica has to run in the present generation; None: its share of the global batch."""
     redone: int = 0

@@ -70,10 +70,8 @@ class GenerationMember:
     """Of that step."""
     has_begun: bool = False
     """Whether it has begun a pass of the step after it."""
-    ended_early: bool = False
-    """Whether it has ended that pass early, with all that it had begun in its sums."""
-    ranks_before: int = 0
-    """Of the generation that it comes from; 0 for a new process."""
+    unbegun: int | None = None
+    """If all ranks have ended that pass early: the examples that none of them has begun."""
     kept: Sequence[Sequence[int]] = ()
     """The micro-batches of that pass that its sums have, as runs [first, end)."""
     micro_batch: int = 0
@@ -136,7 +134,7 @@ def add_step(member: GenerationMember, step: TrainingStep | None) -> GenerationM
     """With what it has of the call of `step` that is under way."""
     if step is None or step.totals is not None:
         return member
-    member = replace(member, is_at_start=True, has_begun=step.has_begun, ended_early=step.ended_early)
+    member = replace(member, is_at_start=True, has_begun=step.has_begun, unbegun=step.unbegun)
     if step.kept is None:
         return member
     passed = step.kept.passed
@@ -373,17 +371,21 @@ def count_redone(rest: StepRest | None, members: Sequence[GenerationMember], env
     They are counted in micro-batches of the plan, also where the rest runs with smaller ones."""
     if not any(member.has_begun for member in members):
         return 0
-    old = _list_survivors(members)
-    if rest is not None and all(one.ended_early for one in old) and {one.ranks_before for one in old} == {len(old)}:
-        return 0  # the others have not been begun
-    return count_left(rest, environment)
+    unbegun = {member.unbegun for member in _list_survivors(members)}
+    if rest is None or len(unbegun) > 1 or None in unbegun:
+        return count_left(rest, environment)
+    (examples,) = unbegun
+    return _count_in_plan(rest.examples - (examples or 0), environment.plan)
 
 
 def count_left(rest: StepRest | None, environment: WorkerEnvironment) -> int:
     """The micro-batches of the step under way that all replicas run."""
-    plan = environment.plan
-    examples = plan.global_batch if rest is None else rest.examples
-    return count_micro_batches(examples, plan.micro_batch) if examples else 0
+    return _count_in_plan(environment.plan.global_batch if rest is None else rest.examples, environment.plan)
+
+
+def _count_in_plan(examples: int, plan: Plan) -> int:
+    """In micro-batches of the plan."""
+    return count_micro_batches(examples, plan.micro_batch) if examples > 0 else 0
 
 
 def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) -> str:

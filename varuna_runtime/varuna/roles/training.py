@@ -23,9 +23,11 @@ from varuna.assembly.assembly import Assembly
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
 from varuna.copies.ahead_taker import AheadTaker
+from varuna.copies.parting_sums import PartingSums
 from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares, has_keepers
+from varuna.copies.share_marks import ShareMark
 from varuna.data.batches import fetch_examples, renew_batch
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
@@ -45,7 +47,7 @@ from varuna.optim.weight_average import WeightAverage
 from varuna.partition.model_io.batch import batch_size_of
 from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans, pin_inputs
 from varuna.pipeline.pass_state import PassHooks, PassResult, PassState
-from varuna.roles.early_end import EarlyEnd
+from varuna.roles.early_end import AgreedEnd, EarlyEnd
 from varuna.roles.failing import explaining_memory
 from varuna.roles.kept_shares import KeptShare
 from varuna.roles.leaving import StateHolder
@@ -315,7 +317,7 @@ class TrainingRole:
         Returns how many examples the global batch is expected to have.
         """
         kept, step.kept, rest, step.has_begun = step.kept, None, step.rest, True
-        step.ended_early = False
+        step.unbegun = None
         if rest is None or kept is None:
             kept = None
             for parameter in self.assembly.stage.parameters.values():
@@ -323,7 +325,7 @@ class TrainingRole:
         micro_batches = self._cut_share(step)
         global_batch = self._worker.environment.plan.global_batch or max(batch_size_of(step.inputs), 1)
         may_keep, began_s = self._may_keep(), time.monotonic()
-        limit = self._limit_pass(len(micro_batches), may_keep=may_keep)
+        limit = self._limit_pass(micro_batches, may_keep=may_keep and (kept is None or kept.is_even))
         if may_keep and self._parts.can_copy_state and self._parts.ahead is not None:
             self._parts.ahead.begin_pass(self._progress.step, self.checkpoints.training_state)
         with (
@@ -352,8 +354,9 @@ class TrainingRole:
             if unit != self._worker.environment.plan.micro_batch:  # the stage would look faster than it is
                 share = replace(share, passed=share.passed.without_op_times())
             step.passed, step.kept = share.passed, share if may_keep else None
-            step.ended_early = limit.end is not None
-            limit.wait_for_others()
+            if limit.agreed is not None:
+                step.unbegun = limit.agreed.unbegun
+                limit.wait_for_others(self._part_with_sums(share, limit.agreed))
         examples = sum(micro_batch.examples for micro_batch in ran)
         self._example_s = (time.monotonic() - began_s) / examples if examples else 0.0
         return global_batch
@@ -406,14 +409,39 @@ class TrainingRole:
             and not self._holder.find_obstacle_in_step()
         )
 
-    def _limit_pass(self, count: int, *, may_keep: bool) -> EarlyEnd:
-        """For a pass of `count` micro-batches."""
+    def _limit_pass(self, micro_batches: Sequence[MicroBatch], *, may_keep: bool) -> EarlyEnd:
 
         def may_end() -> bool:
             is_whole = self._parts.late is None
             return is_whole and may_keep and self._is_weight_known() and not self._holder.find_obstacle()
 
-        return EarlyEnd(self._worker, self._progress.step + 1, count, may_end=may_end)
+        sizes = [micro_batch.examples for micro_batch in micro_batches]
+        return EarlyEnd(self._worker, self._progress.step + 1, sizes, may_end=may_end)
+
+    def _part_with_sums(self, share: KeptShare, agreed: AgreedEnd) -> Callable[[], None]:
+        """Copies the sums of this rank's share, if its replica loses ranks. What it returns sends them, and takes those
+        of others."""
+        self._parts.parting = None
+        if not agreed.leaving:
+            return lambda: None
+        step, sections = self._progress.step + 1, self.assembly.stage.sections
+        sharers = agreed.hosts.count(agreed.hosts[self._worker.topology.rank])
+        self._parts.parting = parting = PartingSums(self._worker, step, agreed.leaving, sharers=sharers)
+        without_sums = self._list_without_sums()
+        if parting.is_of_use and share.numbers and sections not in without_sums:
+            mark = ShareMark.of_pass(
+                share.numbers,
+                share.passed,
+                generation=self._worker.environment.generation,
+                replica=self._worker.topology.replica,
+                step=step,
+                sections=sections,
+                micro_batch=share.micro_batch,
+                without_sums=without_sums,
+            )
+            parameters = self.assembly.stage.parameters.items()
+            parting.copy_sums(mark, {name: one.grad for name, one in parameters if one.grad is not None})
+        return parting.exchange
 
     def _is_weight_known(self) -> bool:
         """Whether this rank can pass alone: if not, the replicas exchange what their first micro-batches weigh."""

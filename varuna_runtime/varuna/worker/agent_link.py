@@ -342,7 +342,9 @@ class AgentLink:
                 self._on_ahead(self._ahead)
             elif message.leave.mode == agent_pb2.STOP_MODE_HOLD_FIRST:
                 leave = message.leave
-                self.departure.request_hold_first(in_place=leave.in_place, within_step=leave.within_step)
+                self.departure.request_hold_first(
+                    in_place=leave.in_place, within_step=leave.within_step, is_spare=leave.spare
+                )
             elif message.leave.mode == agent_pb2.STOP_MODE_SAVE_FIRST:
                 self.departure.request_save_first(may_stay=message.leave.keep_state)
             elif message.leave.mode == agent_pb2.STOP_MODE_LEAVE_NOW:

@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 
-from decision_views import devices, plan_for, vm
+from decision_views import NOW, RULES, devices, plan_for, vm
 from snapshots import loaded
-from varuna_manager.controllers.messages import launch_message, send_ahead_message, start_newcomers_message
+from varuna_manager.controllers.messages import (
+    launch_message,
+    send_ahead_message,
+    start_newcomers_message,
+    stop_message,
+)
+from varuna_manager.domain.commands import StopKey
 from varuna_manager.domain.newcomers import WantedNewcomers
+from varuna_manager.domain.states import StopMode
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.world.facts import GenerationFacts
+from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2 as pb
 
 URLS = {"default_checkpoint_url": "", "profile_cache_url": ""}
@@ -76,3 +84,18 @@ def test_a_launch_says_how_often_losses_need_the_checkpoint_with_copies_and_with
     with_copies, without = launch([1, 0]), launch(None)
     assert with_copies.stops_per_hour < with_copies.stops_without_copies_per_hour
     assert with_copies.stops_without_copies_per_hour == without.stops_per_hour == without.stops_without_copies_per_hour
+
+
+@pytest.mark.parametrize("mode", [StopMode.SAVE_FIRST, StopMode.HOLD_FIRST, StopMode.HOLD_WITHIN_STEP])
+def test_only_workers_of_a_vm_that_goes_have_no_longer_than_until_then(mode: StopMode) -> None:
+    """Where a step is not over before a VM goes, those of the others leave because of a loss."""
+    key = StopKey(job_id="j", generation=1, mode=mode)
+
+    def ask(leaves_at: float | None) -> float:
+        message = stop_message(
+            key, RULES, now=NOW, step_s=50.0, leaves_at=leaves_at, traceparent="", state_use=StateUse(keep=True)
+        )
+        return message.stop.grace_s
+
+    whole_s = RULES.save_grace_s + 100.0
+    assert (ask(None), ask(NOW + 9.0), ask(NOW - 5.0), ask(NOW + 1e6)) == (whole_s, 8.0, 1.0, whole_s)

@@ -10,10 +10,19 @@ import pytest
 from decision_views import NOW, RULES, decide, generation, job, vm, worker
 from varuna_manager.domain.actions import StartGeneration
 from varuna_manager.domain.after_loss import Way, choose_way_on, predict_kept_examples
-from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, KeptCopy, Proposal, WorkerView
+from varuna_manager.domain.observed import (
+    GenerationView,
+    Holder,
+    Holders,
+    JobView,
+    KeptCopy,
+    Proposal,
+    StopView,
+    WorkerView,
+)
 from varuna_manager.domain.other_stages import find_movers, find_unmoved
-from varuna_manager.domain.reshaping import is_unmoved, may_reshape
-from varuna_manager.domain.states import EndCause, ExitCause, GenerationState
+from varuna_manager.domain.reshaping import is_unmoved, may_gain_elsewhere, may_reshape
+from varuna_manager.domain.states import EndCause, ExitCause, GenerationState, StopMode
 from varuna_planner.liveput.morph_cost import PRIOR_FIXED_S, MorphKind
 from varuna_proto.plan import Device, Plan
 
@@ -120,6 +129,21 @@ def test_what_a_generation_began_with_counts_before_its_first_step() -> None:
     done = replace(last, stepped_at=NOW - 200.0)
     assert predict_kept_examples(after(done), done) == pytest.approx(BATCH), "never more than the step"
     assert predict_kept_examples(after(replace(last, last_step=8)), replace(last, last_step=8)) == pytest.approx(300)
+
+
+@pytest.mark.parametrize(("gone", "kept"), [("", 880), ("b", 2000 / 3)])
+def test_all_that_was_done_counts_where_all_left_in_the_middle_of_the_step(gone: str, kept: float) -> None:
+    """With the replica of a VM that had notice: others have its sums, unless it went before it had left."""
+    last = hit(2, 3, gone)
+    stop = StopView(mode=StopMode.HOLD_WITHIN_STEP, cause=EndCause.NOTICE, reason="notice", requested_at=NOW - 5)
+    workers = tuple(
+        replace(one, cause=ExitCause.GENERATION_ENDED) if one.held_step is not None else one for one in last.workers
+    )
+    last = replace(last, workers=workers, stop=stop, end_cause=EndCause.NOTICE)
+    assert predict_kept_examples(after(last, copies_shares=False), last) == pytest.approx(kept)
+    assert may_gain_elsewhere(last), "12 s of the step are left, or a third of it"
+    soon_over = replace(last, stepped_at=last.stepped_at - 5.0)
+    assert may_gain_elsewhere(soon_over) is bool(gone)
 
 
 def test_short_steps_have_no_marks() -> None:

@@ -478,7 +478,9 @@ def test_a_second_notice_finds_a_state_that_was_not_saved_after_the_first(p: int
         (41.0, 6.0, {}, StopMode.HOLD_FIRST),
         (120.0, 6.0, {"min_gpus": 2}, StopMode.SAVE_FIRST),
         (60.0, 100.0, {}, None),
-        (30.0, 100.0, {}, StopMode.LEAVE_NOW),
+        (30.0, 100.0, {}, StopMode.HOLD_WITHIN_STEP),
+        (17.0, 100.0, {}, StopMode.HOLD_WITHIN_STEP),
+        (15.0, 100.0, {}, StopMode.LEAVE_NOW),
         (120.0, 100.0, {}, StopMode.HOLD_FIRST),
     ],
 )
