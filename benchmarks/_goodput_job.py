@@ -12,9 +12,10 @@ import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from varuna.copies.parting import list_lonely
 from varuna_manager.domain.leaving_step import SUMS_PART, predict_fill_s
 from varuna_planner.liveput.copies import NOTHING, CopiedParts
 from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, MovingTime, predict_moving
@@ -195,7 +196,9 @@ class ReplayedGeneration:
     """How it was asked to leave; None: it was not."""
     has_left_within_step: bool = False
     parting_s: float = 0.0
-    """For how long ranks that do not go on sent their sums, when all had left."""
+    """For how long ranks that do not go on sent what they had, when all had ended their passes."""
+    takers: Mapping[int, int] = field(default_factory=dict)
+    """Of each stage that only such ranks had: one of them, and the rank that took its state."""
     ended_s: float | None = None
     copied: CopiedParts = NOTHING
     """What its VMs copy to each other."""
@@ -234,6 +237,8 @@ class Holding:
     vms: tuple[str, ...]
     has_copies: bool = False
     """Whether a second VM has each rank's part."""
+    takers: Mapping[int, int] = field(default_factory=dict)
+    """As of the generation."""
 
     def find_holders(self, there: set[str]) -> bool:
         """Whether every stage is on a VM that is there."""
@@ -245,10 +250,8 @@ class Holding:
         """The VM that has each rank's part; empty: none."""
         has_copies = self.has_copies
         second = [self.vms[find_keeper(rank, self.plan)] if has_copies else "" for rank in range(len(self.vms))]
-        return [
-            one if one in there else other if other in there else ""
-            for one, other in zip(self.vms, second, strict=True)
-        ]
+        third = [self.vms[self.takers[rank]] if rank in self.takers else "" for rank in range(len(self.vms))]
+        return [next((vm for vm in having if vm in there), "") for having in zip(self.vms, second, third, strict=True)]
 
 
 class ReplayedJob:
@@ -585,10 +588,18 @@ class ReplayedJob:
     def _leave_within_step(self, now: float, generation: ReplayedGeneration, stop: Stop) -> None:
         """In order, with all that is done of the step."""
         generation.has_left_within_step, generation.ended_s = True, now
-        if stop.before_vms_leave:
-            generation.lost |= self._list_leaving_ranks(now, generation)
-            generation.parting_s = SUMS_PART * self.state.read_store_s(generation.plan)
-            self._losses += 1
+        if not stop.before_vms_leave:
+            return
+        generation.lost |= self._list_leaving_ranks(now, generation)
+        alive = generation.list_alive()
+        lonely = list_lonely(generation.lost, generation.plan.p, generation.plan.d)
+        if alive:
+            generation.takers = dict(zip(sorted(lonely), itertools.cycle(alive), strict=False))
+        if self.holding is not None:
+            self.holding = replace(self.holding, takers=generation.takers)
+        part = SUMS_PART + (1.0 if lonely else 0.0)
+        generation.parting_s = part * self.state.read_store_s(generation.plan)
+        self._losses += 1
 
     def _list_leaving_ranks(self, now: float, generation: ReplayedGeneration) -> set[int]:
         """Those whose VMs have notice."""

@@ -412,8 +412,8 @@ def _view_worker(
         stopped_at=now,
         held_step=step if device in survivors or rank in generation.lost else None,
         held_copies=tuple(
-            KeptCopy(stage, step)
-            for stage, keeper in enumerate(generation.keepers)
-            if copies and keeper == rank and device in survivors
+            KeptCopy(owner, step)
+            for owner, keeper in [*(enumerate(generation.keepers) if copies else ()), *generation.takers.items()]
+            if keeper == rank and device in survivors
         ),
     )

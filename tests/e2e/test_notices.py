@@ -34,16 +34,21 @@ SHORT_NOTICE_S = 6.0
 
 @contextmanager
 def start_job(
-    folder: Path, size: ModelSize, shape: tuple[int, int], flags: str = ""
+    folder: Path, size: ModelSize, shape: tuple[int, int], flags: str = "", *, fixes_stages: bool = True
 ) -> Iterator[tuple[Client, str, Callable[[], list[Any]]]]:
-    """A manager's client, its job of that shape, and what lists the job's training generations."""
+    """A manager's client, its job of that shape, and what lists the job's training generations.
+
+    Without `fixes_stages`, the job keeps the number of its replicas.
+    """
     options = TrialOptions.undisturbed(*shape)
     with (
         DemoProcesses(folder) as processes,
         start_manager(processes, folder, size, options, ["--grpc-port", "0"]) as client,
     ):
-        way = RecoveryWay(name="in place")
-        job = client.submit(make_job(size, options, way, folder / "record", flags))["id"]
+        document = make_job(size, options, RecoveryWay(name="in place"), folder / "record", flags)
+        if not fixes_stages:
+            document["plan"] = {"d": shape[1], "micro_batch": size.micro_batch}
+        job = client.submit(document)["id"]
         yield client, job, lambda: [one for one in client.generations(job) if one["kind"] == "training"]
 
 
@@ -116,3 +121,21 @@ def test_a_long_step_is_left_in_its_middle_before_a_vm_goes_and_nothing_is_run_a
     assert datetime.fromisoformat(left["ended_at"]).timestamp() < goes_at, "it has left before"
     assert (after["kind_of_morph"], after["d"], after["resumed_step"]) == ("reshape", 1, 2)
     assert after["micro_batches_redone"] == 0
+
+
+@pytest.mark.slow
+def test_a_vm_that_alone_has_a_stage_leaves_it_to_the_other(tmp_path: Path) -> None:
+    """Without copies of states, and too soon to end the step and to save."""
+    with start_job(tmp_path, LONG_STEPS, (2, 1), fixes_stages=False) as (client, job, list_generations):
+        wait_for(lambda: [one for one in list_generations() if one["last_step"] == 2], "training")
+        time.sleep(1.0)
+        (before,) = list_generations()
+        assert (before["p"], before["d"]) == (2, 1)
+        preempt(client, before, 1, MIDDLE_NOTICE_S)
+        wait_for(lambda: len(list_generations()) > 1 and list_generations()[1]["resumed_step"], "a step without the VM")
+        left, after = list_generations()
+        stopping = find_stop(client, job)
+    assert (left["end_cause"], stopping["data"]["mode"]) == ("notice", "hold_within_step"), stopping
+    assert (after["kind_of_morph"], after["p"], after["resumed_step"]) == ("reshape", 1, 2)
+    assert after["micro_batches_redone"] == 0
+    assert after["state_from"]["store"] == 0

@@ -47,7 +47,7 @@ from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.preparing import JobPlaces
 from varuna_manager.domain.reshaping import keeps_state, may_gain_elsewhere, may_stay_in_place
 from varuna_manager.domain.starting import decide_in_place
-from varuna_manager.domain.states import HOLDING_STOPS, EndCause, GenerationKind, JobState, VmState
+from varuna_manager.domain.states import HOLDING_STOPS, EndCause, GenerationKind, JobState, StopMode, VmState
 from varuna_manager.domain.store_stops import expect_store_stops
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.jobs.checkpoints import read_saved_step
@@ -495,9 +495,12 @@ def _choose_state_use(job: LoadedJob | None, key: StopKey, vm: VmView, vms: Vms)
     if job is None or running is None or running.number != key.generation or key.mode not in HOLDING_STOPS:
         return StateUse(keep=keep)
     in_place = running.stop is not None and running.stop.cause is EndCause.NOTICE
+    # In the middle of a step it gives to others what only it has.
+    is_spare = key.mode is StopMode.HOLD_WITHIN_STEP or may_stay_in_place(
+        running, vms, job.view.min_gpus, gpu_limit(job.view)
+    )
     is_leaving = vm.state is VmState.DRAINING
-    spare = in_place and is_leaving and may_stay_in_place(running, vms, job.view.min_gpus, gpu_limit(job.view))
-    return StateUse(keep=keep, in_place=in_place, spare=spare)
+    return StateUse(keep=keep, in_place=in_place, spare=in_place and is_leaving and is_spare)
 
 
 def _step_s(job: LoadedJob | None, generation: int) -> float:

@@ -38,6 +38,7 @@ from varuna_manager.domain.ending import decide_end
 from varuna_manager.domain.leaving_step import predict_parting_s, predict_rest_s
 from varuna_manager.domain.limits import find_reached_limit
 from varuna_manager.domain.observed import GenerationView, JobView, Rules, Vms, VmView, WorkerView
+from varuna_manager.domain.other_stages import may_leave_state
 from varuna_manager.domain.reshaping import may_stay_in_place
 from varuna_manager.domain.starting import decide_start, fail_job
 from varuna_manager.domain.states import (
@@ -321,17 +322,20 @@ def _choose_mode_before_deadline(
     """
     if generation.stop_mode is StopMode.LEAVE_NOW:
         return StopMode.LEAVE_NOW, ""
+    within = f"; in the middle of its step, of which {rest_s:.0f} s are left"
     if may_stay_in_place(generation, vms, job.min_gpus, gpu_limit(job)):
         if left_s >= rest_s:
             return StopMode.HOLD_FIRST, ""
-        if generation.plan is not None and left_s >= predict_parting_s(generation.plan):
-            return StopMode.HOLD_WITHIN_STEP, f"; in the middle of its step, of which {rest_s:.0f} s are left"
+        if left_s >= predict_parting_s(generation):
+            return StopMode.HOLD_WITHIN_STEP, within
         return StopMode.LEAVE_NOW, (
             f"; too soon to finish the step: {max(left_s, 0.0):.1f} s are left, but it takes another {rest_s:.1f} s"
         )
     needed_s = max(rest_s + _SHORTEST_SAVE_S, job.morphs.save_s)
     if left_s >= needed_s:
         return StopMode.SAVE_FIRST, ""
+    if left_s >= predict_parting_s(generation) and may_leave_state(job, generation, vms):
+        return StopMode.HOLD_WITHIN_STEP, f"{within}: others get what only its VMs have"
     return StopMode.LEAVE_NOW, (
         f"; too soon to save: {max(left_s, 0.0):.1f} s are left, but the rest of the step ({rest_s:.1f} s) and a "
         f"save take {needed_s:.1f} s, so the steps since the last checkpoint are done again"

@@ -29,7 +29,7 @@ __all__ = [
 LEAST_REST_S = 10.0
 """In less time there is little to gain, and the workers may be past their passes when they are asked."""
 _GIVING_S = 15.0
-"""In which a stage's sums of 1.7 GB, beside a state of 5 GB, go over a link of 1 Gb/s."""
+"""In which a stage's sums of 1.7 GB, beside a state of 5 GB, go over a link of 1 Gb/s, and all of it over 10 Gb/s."""
 SUMS_PART = 1 / 3
 """Of the state's bytes, those of the sums: Adam has two moments beside each parameter, and sums are like one of the
 three."""
@@ -99,9 +99,9 @@ def find_done_part(ended: GenerationView, lag_s: float = 0.0) -> float:
     return min(before + trained_s / ended.step_s, 1.0)
 
 
-def predict_parting_s(plan: Plan) -> float:
-    """How long ranks take at most to leave a step in its middle, and to give what they have of it to others."""
-    return predict_fill_s(plan) + _GIVING_S
+def predict_parting_s(generation: GenerationView) -> float:
+    """How long ranks take at most to leave a step in its middle, and to give what they have to others."""
+    return _GIVING_S + (0.0 if generation.plan is None else predict_fill_s(generation.plan))
 
 
 def predict_fill_s(plan: Plan) -> float:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.leaving_step import has_left_within_step
 from varuna_manager.domain.newcomers import NewcomersView
-from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, Rules, WorkerView
-from varuna_manager.domain.reshaping import LOSES_RANKS, is_unmoved, keeps_state
+from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, Rules, Vms, WorkerView
+from varuna_manager.domain.reshaping import LOSES_RANKS, is_on_trusted_vm, is_unmoved, keeps_state
 from varuna_manager.domain.states import EndCause, GenerationKind
 from varuna_proto.plan import Device
 
@@ -27,6 +27,13 @@ def may_take_other_stages(job: JobView, generation: GenerationView, proposal: Pr
     placed, p = set(proposal.placement), generation.plan.p
     stages = {worker.rank % p for worker in generation.workers if worker.device in placed}
     return generation.kind is GenerationKind.TRAINING and len(stages) == p
+
+
+def may_leave_state(job: JobView, generation: GenerationView, vms: Vms) -> bool:
+    """Whether workers on VMs that leave could give their state to others, who go on with their stages in place."""
+    staying = [worker for worker in generation.workers if is_on_trusted_vm(worker, vms)]
+    is_enough = len(staying) >= max(job.min_gpus, 1)
+    return generation.has_new_state and is_enough and not job.has_fixed_stages
 
 
 def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Proposal, rules: Rules) -> Holders | None:

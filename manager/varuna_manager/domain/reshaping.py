@@ -166,12 +166,12 @@ def may_stay_in_place(generation: GenerationView, vms: Vms, min_gpus: int, max_g
     if not generation.has_new_state or generation.plan is None:
         return False
     workers = tuple(replace(worker, held_step=generation.last_step or 0) for worker in generation.workers)
-    usable = [worker.device for worker in workers if _is_on_trusted_vm(worker, vms)]
+    usable = [worker.device for worker in workers if is_on_trusted_vm(worker, vms)]
     reshape = plan_reshape(generation.plan, workers, usable, max_gpus)
     return reshape is not None and len(reshape.placement) >= min_gpus
 
 
-def _is_on_trusted_vm(worker: WorkerView, vms: Vms) -> bool:
+def is_on_trusted_vm(worker: WorkerView, vms: Vms) -> bool:
     vm = vms.get(worker.device.vm_id)
     return vm is not None and vm.trusted
 

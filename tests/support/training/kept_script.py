@@ -42,7 +42,7 @@ import varuna.roles.kept_inputs
 from killing_script import arm, meet_before
 from late_marks import LateMarks
 from small_gpt import SmallGPT, Task
-from varuna.copies.parting_sums import PartingSums
+from varuna.copies.parting import Parting
 from varuna.copies.rank_shares import RankShares
 from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
@@ -119,7 +119,7 @@ def spoil_parting(own: int, *, fails: Sequence[int] = (), dies: Sequence[int] = 
         raise ConnectionError("as the test wants it")
 
     if own in (*fails, *dies):
-        PartingSums._send = spoil  # type: ignore[method-assign, assignment]
+        Parting._send = spoil  # type: ignore[method-assign, assignment]
 
 
 class NumberedExamples(torch.utils.data.Dataset):

@@ -2,7 +2,7 @@
 
 All replicas stop to begin micro-batches, and finish those that have begun. Then all stages of a replica have the same
 micro-batches in their sums, nothing is run again, and the rest of the step is run in the next shape. Ranks that have no
-part in it leave what their replicas have to others (`varuna.copies.parting_sums`).
+part in it leave what they have to others (`varuna.copies.parting`).
 
 The ranks agree on it over the store of their generation. Each votes, the first stage of a replica with the number of
 micro-batches that it has begun, of which it begins no more meanwhile. When all have voted, rank 0 decides. Any rank can
@@ -29,8 +29,8 @@ __all__ = ["AgreedEnd", "EarlyEnd"]
 
 _PATIENCE_S = 5.0
 """How long a replica begins no micro-batch while others have not voted: a rank that is past its pass never does."""
-_GIVING_PATIENCE_S = 20.0
-"""How long ranks wait for sums that others send. A VM with notice has half a minute as a rule."""
+_GIVING_PATIENCE_S = 25.0
+"""How long ranks wait for what others send. A VM with notice has half a minute as a rule."""
 _LOOK_S = 0.03
 """How often the store is asked for what others have said."""
 _REFUSED = "no"
@@ -77,7 +77,7 @@ class EarlyEnd:
         """As it was when this rank voted; None: it has not."""
         self._is_refused = False
         self._agreed: AgreedEnd | None = None
-        self._give_sums: Callable[[], None] = lambda: None
+        self._part: Callable[[], None] = lambda: None
         self._has_ended = False
         self._have_all_ended = False
 
@@ -102,14 +102,14 @@ class EarlyEnd:
             return len(self._sizes)
         return self._begun
 
-    def wait_for_others(self, give_sums: Callable[[], None]) -> None:
+    def wait_for_others(self, part: Callable[[], None]) -> None:
         """After the pass: waits for those of the others, if they end early. Raises as a worker that leaves.
 
-        `give_sums`: sends what this rank leaves to others. In a thread of its own.
+        `part`: sends what this rank leaves to others. In a thread of its own.
         """
         if self._agreed is None:
             return
-        self._give_sums, self._has_ended = give_sums, True
+        self._part, self._has_ended = part, True
         patience_s = _GIVING_PATIENCE_S if self._agreed.leaving else 0.0
         self._departure.wait_for_others(lambda: self._have_all_ended, patience_s)
 
@@ -129,7 +129,7 @@ class EarlyEnd:
         with self._departure.condition:
             self._departure.condition.wait_for(lambda: self._has_ended or self._departure.exit_code is not None)
         with suppress(dist.DistError):
-            self._give_sums()
+            self._part()
             self._write("ended", "")
             while self._departure.exit_code is None and self._read_from_all("ended") is None:
                 time.sleep(_LOOK_S)

@@ -6,15 +6,22 @@ If it can, it stays with the state for its part in the next generation: a rank, 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import structlog
 
+from varuna.checkpoint import CheckpointError
+from varuna.copies.parting import Parting
+from varuna.copies.share_marks import ShareMark
+from varuna.diagnostics.error_text import first_line
 from varuna.diagnostics.start_phases import StartPhases
 from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
 from varuna.holdings.inventory import HeldFiles
+from varuna.roles.early_end import AgreedEnd
 from varuna.roles.failing import are_finite
-from varuna.roles.giving import end_as_holder, leave_in_memory
+from varuna.roles.giving import end_as_holder, hold_state, leave_in_memory
+from varuna.roles.kept_shares import KeptShare
 from varuna.roles.reshaping import can_hold_state, describe_script_obstacle, may_end_step
 from varuna.roles.training_parts import TrainingParts
 from varuna.worker.agent_link import GiveCommand, StoreCommand
@@ -109,18 +116,50 @@ class StateHolder:
         )
         return True
 
+    def prepare_parting(self, share: KeptShare, agreed: AgreedEnd, without_sums: Sequence[range]) -> Callable[[], None]:
+        """Copies what this rank leaves to others, if ranks do not go on when all leave in the middle of the step.
+
+        `share`: what `.grad` has of the step. `without_sums`: the sections of each of the first stages that get no
+        gradients. What it returns sends the copies, and takes what others leave.
+        """
+        parts, environment = self._parts, self._parts.worker.environment
+        parts.parting = None
+        if not agreed.leaving:
+            return lambda: None
+        step, stage = parts.progress.step, parts.assembly.stage
+        sharers = agreed.hosts.count(agreed.hosts[environment.rank])
+        parts.parting = parting = Parting(parts.worker, step + 1, agreed.leaving, sharers=sharers)
+        if parting.loses_rank and share.numbers and stage.sections not in without_sums:
+            mark = ShareMark.of_pass(
+                share.numbers,
+                share.passed,
+                generation=environment.generation,
+                replica=parts.worker.topology.replica,
+                step=step + 1,
+                sections=stage.sections,
+                micro_batch=share.micro_batch,
+                without_sums=without_sums,
+            )
+            parting.copy_sums(mark, {name: one.grad for name, one in stage.parameters.items() if one.grad is not None})
+        if parting.gives_state and parts.can_copy_state:
+            try:
+                state = parts.checkpoints.training_state()
+                parting.offer_state(hold_state(state, step, own=environment, published_as=environment.rank))
+            except CheckpointError as error:
+                _log.warning("this rank cannot leave its state to others", reason=first_line(error))
+        return parting.exchange
+
     def join_next(self, environment: WorkerEnvironment, phases: StartPhases) -> None:
         """Joins the next generation, as `WorkerProcess.join_next`. This process may leave that in the same way.
 
-        With other stages, or with new processes, this process moves from then on until `end_move`: if one does not
+        With another stage, or with new processes, this process moves from then on until `end_move`: if one does not
         come, the others give what they had before to new ones.
         """
         before = self._parts.worker.environment
-        now, then = environment.plan, before.plan
-        has_other_stages = (now.p, now.stage_starts) != (then.p, then.stage_starts)
+        now, then = ((one.plan.p, one.plan.stage_starts, one.rank % one.plan.p) for one in (environment, before))
         with self._leaving:
             self._has_left = False
-            if has_other_stages or environment.survivors:
+            if now != then or environment.survivors:
                 self._unmoved = before
         self._parts.worker.join_next(environment, phases, self._try_to_stay, self.find_obstacle)
 
@@ -206,22 +245,23 @@ class StateHolder:
             return
         leave_in_memory(parts.checkpoints.training_state(), progress.step, own=environment, published_as=environment)
 
-    def list_moved_copies(self, step: int) -> list[HeldFiles]:
-        """The copies of other ranks' states after `step` steps, while this process moves."""
-        unmoved = self._unmoved
-        assert unmoved is not None, "it moves"
+    def list_copies_of_others(self, step: int, own_rank: int) -> list[HeldFiles]:
+        """The copies of other ranks' states after `step` steps. `own_rank`: that with which this process has trained
+        last."""
         return [
             held
             for held in self._list_copies()
-            if held.inventory.step == step and held.inventory.receipt.rank != unmoved.rank
+            if held.inventory.step == step and held.inventory.receipt.rank != own_rank
         ]
 
     def _list_copies(self) -> list[HeldFiles]:
         """The copies of states that this process has, of its own and of others'. While it moves they are offered under
         ranks that no process has, because those of their owners are other processes' now."""
-        if self._parts.copies is None:
-            return []
-        copies = self._parts.copies.list_copies()
+        states, parting = self._parts.copies, self._parts.parting
+        copies = [
+            *([] if states is None else states.list_copies()),
+            *([] if parting is None else parting.list_copies()),
+        ]
         return copies if self._unmoved is None else [self._publish_copy(held) for held in copies]
 
     def _publish_copy(self, held: HeldFiles) -> HeldFiles:

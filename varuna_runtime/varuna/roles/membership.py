@@ -44,6 +44,7 @@ from varuna.roles.reshaping import (
     explain_lost_step,
     fits_in_place,
     follow_sums,
+    list_only_copied,
     must_move,
     plan_rest,
     settle_sums,
@@ -367,11 +368,11 @@ class GenerationMembership:
 
     def _list_copied(self, committed: int, before: WorkerEnvironment | None) -> list[tuple[int, int]]:
         """The sections of the stages of which this process can give copies of the state after so many steps."""
-        if before is None or not self._holder.is_moving:
+        if before is None:
             return []
         plan, count = before.plan, self._parts.section_count
         stages = stage_sections(plan.stage_starts, plan.p, count)
-        copies = self._holder.list_moved_copies(committed)
+        copies = self._holder.list_copies_of_others(committed, before.rank)
         held = {stages[copy.inventory.receipt.rank % plan.p] for copy in copies}
         return sorted((stage.start, stage.stop) for stage in held)
 
@@ -417,7 +418,7 @@ class GenerationMembership:
         move = StageMove(self._parts)
         try:
             committed = self._parts.progress.step
-            copies = self._holder.list_moved_copies(committed)
+            copies = self._holder.list_copies_of_others(committed, before.rank)
             _, reason = move.share_state(self._parts.assembly.stage, committed, before, copies=copies)
             self._require_success(reason or move.keep_stage())
         finally:
@@ -432,14 +433,16 @@ class GenerationMembership:
         """
         parts, rest = self._parts, None if step is None else step.rest
         # New processes are in their scripts, which may read the whole state before the step. Copies of the new stages
-        # are made in the rest of the step: with one replica, another loss in it needs them.
+        # are made in the rest of the step: with one replica, another loss in it needs them. Those of a stage that no
+        # process has are not kept beyond the move.
         needs_all = any(one.is_new for one in meeting.members) or bool(parts.worker.environment.keepers)
+        needs_all |= bool(list_only_copied(meeting.members, parts.section_count))
         is_late = step is not None and step.totals is None and not needs_all and may_be_late()
         sums = None if rest is None else rest.sums
         self._holder.begin_move(before)
         self._require_together(meeting.members)
         committed = parts.progress.step
-        copies = self._holder.list_moved_copies(committed)
+        copies = self._holder.list_copies_of_others(committed, before.rank)
         move = StageMove(parts)
         try:
             held, reason = move.share_state(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ __all__ = [
     "explain_lost_step",
     "fits_in_place",
     "follow_sums",
+    "list_only_copied",
     "may_end_step",
     "must_move",
     "plan_rest",
@@ -282,9 +283,17 @@ def explain_apart(members: Sequence[GenerationMember], section_count: int) -> st
         return "ranks are at different places of their scripts"
     if len({member.trace_digest for member in members}) > 1:
         return "a new process has traced the model differently"
-    held = {section for one in old for stage in (one.sections, *one.copied) for section in range(*stage)}
-    missing = sorted(set(range(section_count)) - held)
+    missing = sorted(list_only_copied(members, section_count) - _list_sections(*(one.copied for one in old)))
     return f"no process holds section {missing[0]} after step {old[0].committed}" if missing else ""
+
+
+def list_only_copied(members: Sequence[GenerationMember], section_count: int) -> set[int]:
+    """The sections that no process has in its own stage: there are copies at best."""
+    return set(range(section_count)) - _list_sections([one.sections for one in _list_survivors(members)])
+
+
+def _list_sections(*stages: Iterable[Sequence[int]]) -> set[int]:
+    return {section for some in stages for stage in some for section in range(*stage)}
 
 
 def explain_lost_step(members: Sequence[GenerationMember], rest: StepRest | None, stages: Sequence[range]) -> str:

@@ -23,11 +23,9 @@ from varuna.assembly.assembly import Assembly
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
 from varuna.copies.ahead_taker import AheadTaker
-from varuna.copies.parting_sums import PartingSums
 from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares, has_keepers
-from varuna.copies.share_marks import ShareMark
 from varuna.data.batches import fetch_examples, renew_batch
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
@@ -47,7 +45,7 @@ from varuna.optim.weight_average import WeightAverage
 from varuna.partition.model_io.batch import batch_size_of
 from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans, pin_inputs
 from varuna.pipeline.pass_state import PassHooks, PassResult, PassState
-from varuna.roles.early_end import AgreedEnd, EarlyEnd
+from varuna.roles.early_end import EarlyEnd
 from varuna.roles.failing import explaining_memory
 from varuna.roles.kept_shares import KeptShare
 from varuna.roles.leaving import StateHolder
@@ -356,7 +354,7 @@ class TrainingRole:
             step.passed, step.kept = share.passed, share if may_keep else None
             if limit.agreed is not None:
                 step.unbegun = limit.agreed.unbegun
-                limit.wait_for_others(self._part_with_sums(share, limit.agreed))
+                limit.wait_for_others(self._holder.prepare_parting(share, limit.agreed, self._list_without_sums()))
         examples = sum(micro_batch.examples for micro_batch in ran)
         self._example_s = (time.monotonic() - began_s) / examples if examples else 0.0
         return global_batch
@@ -417,31 +415,6 @@ class TrainingRole:
 
         sizes = [micro_batch.examples for micro_batch in micro_batches]
         return EarlyEnd(self._worker, self._progress.step + 1, sizes, may_end=may_end)
-
-    def _part_with_sums(self, share: KeptShare, agreed: AgreedEnd) -> Callable[[], None]:
-        """Copies the sums of this rank's share, if its replica loses ranks. What it returns sends them, and takes those
-        of others."""
-        self._parts.parting = None
-        if not agreed.leaving:
-            return lambda: None
-        step, sections = self._progress.step + 1, self.assembly.stage.sections
-        sharers = agreed.hosts.count(agreed.hosts[self._worker.topology.rank])
-        self._parts.parting = parting = PartingSums(self._worker, step, agreed.leaving, sharers=sharers)
-        without_sums = self._list_without_sums()
-        if parting.is_of_use and share.numbers and sections not in without_sums:
-            mark = ShareMark.of_pass(
-                share.numbers,
-                share.passed,
-                generation=self._worker.environment.generation,
-                replica=self._worker.topology.replica,
-                step=step,
-                sections=sections,
-                micro_batch=share.micro_batch,
-                without_sums=without_sums,
-            )
-            parameters = self.assembly.stage.parameters.items()
-            parting.copy_sums(mark, {name: one.grad for name, one in parameters if one.grad is not None})
-        return parting.exchange
 
     def _is_weight_known(self) -> bool:
         """Whether this rank can pass alone: if not, the replicas exchange what their first micro-batches weigh."""

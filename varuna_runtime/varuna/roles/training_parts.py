@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from varuna.assembly.assembly import agree_on_seed, assemble_alone, assemble_rank, stages_of
 from varuna.assembly.connections import LINK_KINDS, LinkKind
 from varuna.copies.ahead_taker import AheadTaker
-from varuna.copies.parting_sums import PartingSums
+from varuna.copies.parting import Parting
 from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares
@@ -70,7 +70,7 @@ class TrainingParts:
         scalars: where each step's figures go for TensorBoard.
         copies: of the present generation; None: before its first step here, or no copies are kept.
         shares: the same, of the share of the step under way.
-        parting: the sums of the step under way that ranks which do not go on have left; None: there are none.
+        parting: what ranks that do not go on have left to others in the step under way; None: nothing.
         ahead: sends the state ahead to the ranks of the next shape; None: before the first step of the generation.
         taken_ahead: what this process has of the state that others had before it had a rank.
         late: what this process lacks for the update of the step under way; None: nothing.
@@ -146,7 +146,7 @@ class TrainingParts:
         self.habits = ScriptHabits()
         self.copies: RankCopies | None = None
         self.shares: RankShares | None = None
-        self.parting: PartingSums | None = None
+        self.parting: Parting | None = None
         self.ahead: RankAhead | None = None
         self.taken_ahead = taken_ahead
         self.late: LateState | None = None

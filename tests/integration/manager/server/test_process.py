@@ -347,7 +347,7 @@ async def test_a_notice_leaves_the_vm_out(manager: ScriptedManager, held: pb.Hel
         stop = await agent.stop(2)
         assert (stop.mode, stop.keep_state, stop.in_place) == (pb.STOP_MODE_HOLD_FIRST, True, True)
         assert stop.spare is (agent is leaver)
-        assert 0 < stop.grace_s < 29
+        assert (0 < stop.grace_s < 29) is (agent is leaver), "the other one is not killed because this one goes"
         agent.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED, held=held if agent is stayer else None)
     launch = await stayer.launch(3)
     assert (launch.world_size, launch.plan.p, launch.plan.d) == (1, 1, 1)

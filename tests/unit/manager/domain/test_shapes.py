@@ -419,7 +419,7 @@ def test_the_first_deadline_is_that_of_all_and_a_notice_too_short_to_save_in_is_
     slow_save = replace(
         view, generation=replace(running, plan=replace(plan, p=2, d=1)), morphs=MorphEstimate(save_s=25)
     )
-    (stop,) = decide(slow_save, vm("a", state=VmState.DRAINING, notice_deadline=NOW + 20), vm("b")).actions
+    (stop,) = decide(slow_save, vm("a", state=VmState.DRAINING, notice_deadline=NOW + 12), vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert stop.mode is StopMode.LEAVE_NOW
 
@@ -469,6 +469,28 @@ def test_a_second_notice_finds_a_state_that_was_not_saved_after_the_first(p: int
     (stop,) = decide(job(running), leaving, vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert stop.mode is mode
+
+
+@pytest.mark.parametrize(
+    ("left_s", "changes", "mode"),
+    [
+        (30.0, {}, StopMode.HOLD_WITHIN_STEP),
+        (12.0, {}, StopMode.LEAVE_NOW),
+        (30.0, {"min_gpus": 2}, StopMode.LEAVE_NOW),
+        (30.0, {"has_fixed_stages": True}, StopMode.LEAVE_NOW),
+        (120.0, {}, StopMode.SAVE_FIRST),
+    ],
+)
+def test_a_vm_that_alone_has_a_stage_leaves_it_to_others_if_it_is_too_soon_to_save(
+    left_s: float, changes: dict[str, object], mode: StopMode
+) -> None:
+    plan = replace(plan_for(2), p=2, d=1, predicted_minibatch_s=100.0)
+    running = generation(worker(0, "a"), worker(1, "b"), plan=plan, progress_at=NOW - 2)
+    leaving = vm("a", state=VmState.DRAINING, reason="notice", notice_deadline=NOW + left_s)
+    (stop,) = decide(job(running, **changes), leaving, vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is mode
+    assert stop.reason.endswith("others get what only its VMs have") is (mode is StopMode.HOLD_WITHIN_STEP)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,35 @@ def test_what_the_replicas_of_leaving_ranks_did_counts(number: int, zygote: Zygo
     assert_rest_is_run(world, case)
 
 
+LONELY: list[tuple[tuple[int, int], list[int], tuple[int, int], list[int], dict[str, Any]]] = [
+    ((2, 1), [1], (1, 1), [0], {}),
+    ((3, 1), [0], (2, 1), [2, 1], {"tied": False, "optimizer": "adamw"}),
+    ((2, 2), [1, 3], (1, 2), [0, 2], {"padded": True}),
+    ((3, 1), [0, 1], (1, 1), [2], {"offload": True}),
+    ((2, 2), [0, 2], (2, 1), [3, 1], {"dropout": 0.3}),
+]
+"""As `SHAPES`, where all ranks with a stage leave."""
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[] if number < 1 else pytest.mark.slow) for number in range(len(LONELY))],
+)
+def test_a_stage_of_which_no_rank_stays_goes_on_in_others(number: int, zygote: Zygote, tmp_path: Path) -> None:
+    before, spare, (p, d), ranks, task = LONELY[number]
+    case = Case(*before, task=task, **leaving())
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        leave_within_step(world, spare=spare)
+        left = world.wait_until_left(set())
+        assert {(one.exit_code, one.step) for one in left.values()} == {(GENERATION_ENDED, STEP - 1)}
+        copied = {copy.rank for rank in ranks for copy in left[rank].copies}
+        assert copied == {rank for rank in spare if rank < case.p}
+        world.go_on_as(replace(world.plan, p=p, d=d, recompute=()), ranks)
+        assert_as_if_undisturbed(zygote, tmp_path, world, case)
+    assert_rest_is_run(world, case)
+
+
 @pytest.mark.parametrize(("old", "new"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_every_example_is_counted_once(old: int, new: int, zygote: Zygote, tmp_path: Path) -> None:
     case = Case(2, 2, micro_batch=old, task={**LEDGER, "global_batch": 25}, variant="ledger", **leaving())
