@@ -57,14 +57,14 @@ def test_looking_back_gives_what_looking_on_gave(seed: int) -> None:
     chance, watch, now = Random(seed), FleetWatch(0.0), 0.0
     views: dict[str, VmView] = {}
     states: dict[str, list[tuple[float, VmState]]] = {}
-    noticed: set[str] = set()
+    goes_at: dict[str, float] = {}
     for minute in range(3 * 24 * 60):
         now = minute * 60.0
         for name, view in chance.sample(list(views.items()), min(1, len(views))):
-            new = changed(view, chance)
+            new = changed(view, chance, now)
             if new is not None:
                 if new.notice_deadline is not None:
-                    noticed.add(name)
+                    goes_at[name] = new.notice_deadline
                 views[name] = new
                 states[name].append((now, new.state))
                 if new.state is VmState.GONE:
@@ -74,25 +74,27 @@ def test_looking_back_gives_what_looking_on_gave(seed: int) -> None:
             views[name] = VmView(id=name, state=VmState.REQUESTED, created_at=now)
             states[name] = [(now, VmState.REQUESTED)]
         past = watch.observe_vms(views, now)
-    lives = [VmLife(created_at=of[0][0], states=of, had_notice=name in noticed) for name, of in states.items()]
+    lives = [VmLife(created_at=of[0][0], states=of, notice_deadline=goes_at.get(name)) for name, of in states.items()]
     history = summarize_lives(lives, now)
     assert len(history.losses_at) > 10
     assert past.losses_at == history.losses_at[-len(past.losses_at) :]
     assert past.stable_since == history.stable_since
     assert past.removals == pytest.approx(history.removals, rel=1e-3)
+    assert 0 < past.announced < past.removals
+    assert past.announced == pytest.approx(history.announced, rel=1e-3)
     assert past.vm_hours == pytest.approx(history.vm_hours, rel=1e-3)
     again = FleetWatch(now)
     again.add_past(history)
     assert again.observe_vms(views, now).join_s == past.join_s
 
 
-def changed(view: VmView, chance: Random) -> VmView | None:
+def changed(view: VmView, chance: Random, now: float) -> VmView | None:
     match view.state:
         case VmState.REQUESTED if chance.random() < 0.5:
             return replace(view, state=VmState.READY)
         case VmState.READY if chance.random() < 0.05:
             state = chance.choice([VmState.GONE, VmState.LOST, VmState.SUSPECT, VmState.DRAINING])
-            notice = 1.0 if state is VmState.DRAINING and chance.random() < 0.5 else None
+            notice = now + chance.choice([5.0, 30.0]) if state is VmState.DRAINING and chance.random() < 0.5 else None
             return replace(view, state=state, notice_deadline=notice)
         case VmState.SUSPECT | VmState.LOST if chance.random() < 0.5:
             return replace(view, state=chance.choice([VmState.READY, VmState.GONE]))

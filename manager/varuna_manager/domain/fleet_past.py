@@ -14,6 +14,8 @@ from varuna_proto.wording import count_of
 
 HALF_LIFE_S = 24 * 3600.0
 """After this time, a loss and an hour without one count half: spot markets change with the hour and the day."""
+USEFUL_NOTICE_S = 20.0
+"""In which a job can leave a VM with all that it has done there, as a rule (`domain.leaving_step`)."""
 _WORKS = (VmState.READY, VmState.SUSPECT)
 
 
@@ -24,7 +26,8 @@ class VmLife:
     created_at: float
     states: Sequence[tuple[float, VmState]]
     """Each state with its start, oldest first."""
-    had_notice: bool = False
+    notice_deadline: float | None = None
+    """When it was to go; None: it had no notice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class LivesSummary:
     """The last loss, or the first VM where none was lost; None: there never was a VM."""
     removals: float = 0.0
     """The number of losses, each with the weight of its age (`HALF_LIFE_S`)."""
+    announced: float = 0.0
+    """The same of those that came with a useful notice."""
     vm_hours: float = 0.0
     """The hours that VMs were there, weighted in the same way."""
 
@@ -46,6 +51,7 @@ class LivesSummary:
 def summarize_lives(lives: Iterable[VmLife], now: float) -> LivesSummary:
     """`lives`: of all VMs, including those that are gone."""
     losses: list[float] = []
+    announced: list[float] = []
     joins: list[tuple[float, float]] = []
     vm_hours, first = 0.0, math.inf
     for life in lives:
@@ -54,8 +60,10 @@ def summarize_lives(lives: Iterable[VmLife], now: float) -> LivesSummary:
             first = min(first, since)
             if state in _WORKS:
                 vm_hours += _weighted_hours(since, until, now)
-                if new is not None and is_lost_to_market(new, had_notice=life.had_notice):
+                if new is not None and is_lost_to_market(new, had_notice=life.notice_deadline is not None):
                     losses.append(until)
+                    if is_announced(new, life.notice_deadline, until):
+                        announced.append(until)
             elif state is VmState.REQUESTED and new is VmState.READY:
                 joins.append((until, until - life.created_at))
     return LivesSummary(
@@ -63,6 +71,7 @@ def summarize_lives(lives: Iterable[VmLife], now: float) -> LivesSummary:
         joins_s=tuple(seconds for _, seconds in sorted(joins)),
         stable_since=max(losses, default=None if first is math.inf else first),
         removals=sum(weight(now - at) for at in losses),
+        announced=sum(weight(now - at) for at in announced),
         vm_hours=vm_hours,
     )
 
@@ -70,6 +79,12 @@ def summarize_lives(lives: Iterable[VmLife], now: float) -> LivesSummary:
 def is_lost_to_market(state: VmState, *, had_notice: bool) -> bool:
     """Whether a VM that worked and is in `state` now was taken away. A VM that a user drains was not."""
     return state in (VmState.LOST, VmState.GONE) or (state is VmState.DRAINING and had_notice)
+
+
+def is_announced(state: VmState, notice_deadline: float | None, now: float) -> bool:
+    """Whether a VM that worked and is in `state` since `now` has a notice that is of use."""
+    is_soon_enough = notice_deadline is not None and notice_deadline - now >= USEFUL_NOTICE_S
+    return state is VmState.DRAINING and is_soon_enough
 
 
 def weight(age_s: float) -> float:
@@ -98,6 +113,8 @@ class FleetPast:
     """How long ago those were requested that are not here yet."""
     removals: float = 0.0
     """VMs that were lost or got notice, weighted by age,"""
+    announced: float = 0.0
+    """of them those with a useful notice,"""
     vm_hours: float = 0.0
     """in this many VM-hours, weighted in the same way."""
     market_hazard: float | None = None
@@ -106,6 +123,11 @@ class FleetPast:
     def stops_per_hour(self, vms: int) -> float:
         """How often losses are expected to stop a generation that uses so many VMs."""
         return vms * removals_per_vm_hour(self.removals, self.vm_hours, self.market_hazard)
+
+    @property
+    def unannounced_share(self) -> float:
+        """The part of the losses that is expected to come without a useful notice. A new fleet's all do."""
+        return (self.removals - self.announced + PRIOR_REMOVALS) / (self.removals + PRIOR_REMOVALS)
 
     def describe_losses(self) -> str:
         """What `stops_per_hour` is computed from."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import quantiles
 
-from varuna_manager.domain.fleet_past import FleetPast, LivesSummary, is_lost_to_market, weight
+from varuna_manager.domain.fleet_past import FleetPast, LivesSummary, is_announced, is_lost_to_market, weight
 from varuna_manager.domain.observed import VmView
 from varuna_manager.domain.states import VmState
 
@@ -26,14 +26,14 @@ class FleetWatch:
         self._warming: dict[tuple[str, str], float] = {}
         """When each VM began the imports for a job's workers, by VM and job."""
         self._looked_at = now
-        self._removals = self._vm_hours = 0.0
+        self._removals = self._announced = self._vm_hours = 0.0
         """Older ones count less (`HALF_LIFE_S`)."""
 
     def add_past(self, summary: LivesSummary) -> None:
         """Add what happened before this manager became the leader. Called before the first `observe_vms`."""
         self._losses.extend(summary.losses_at)
         self._joins_s.extend(summary.joins_s)
-        self._removals, self._vm_hours = summary.removals, summary.vm_hours
+        self._removals, self._announced, self._vm_hours = summary.removals, summary.announced, summary.vm_hours
         if summary.stable_since is not None:
             self._stable_since = summary.stable_since
 
@@ -42,16 +42,18 @@ class FleetWatch:
         elapsed_s, self._looked_at = max(0.0, now - self._looked_at), now
         fading = weight(elapsed_s)
         self._removals *= fading
+        self._announced *= fading
         self._vm_hours *= fading
         states = {vm_id: vm.state for vm_id, vm in vms.items()}
         there = sum(state is VmState.READY or state is VmState.SUSPECT for state in self._states.values())
         self._vm_hours += there * elapsed_s / 3600
         for vm_id, before in self._states.items() if states != self._states else ():
             vm = vms.get(vm_id)
-            had_notice = vm is not None and vm.notice_deadline is not None
+            goes_at = None if vm is None else vm.notice_deadline
             new = VmState.GONE if vm is None else vm.state
-            if before in (VmState.READY, VmState.SUSPECT) and is_lost_to_market(new, had_notice=had_notice):
+            if before in (VmState.READY, VmState.SUSPECT) and is_lost_to_market(new, had_notice=goes_at is not None):
                 self._removals += 1
+                self._announced += is_announced(new, goes_at, now)
                 self._losses.append(now)
                 self._stable_since = now
             elif before is VmState.REQUESTED and vm is not None and vm.state is VmState.READY:
@@ -66,6 +68,7 @@ class FleetWatch:
             warm_s=_upper_quartile(self._warms_s),
             coming_ages_s=tuple(coming),
             removals=self._removals,
+            announced=self._announced,
             vm_hours=self._vm_hours,
             market_hazard=market_hazard,
         )

@@ -12,6 +12,7 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from varuna_manager.domain.fleet_past import FleetPast
+from varuna_manager.domain.leaving_step import GIVING_S
 from varuna_manager.domain.observed import GenerationView
 from varuna_manager.domain.states import GenerationKind
 from varuna_manager.domain.store_stops import expect_store_stops
@@ -144,22 +145,31 @@ def choose_copies(
     if useless:
         possible = [one for one in possible if not one.marks]
     parts, reason = choose_parts(_expect_losses(plan, vm_ids, keepers, facts), possible)
+    announced = 1.0 - _find_costly_share(facts)
+    if reason and round(100 * announced):
+        reason += f"; about {100 * announced:.0f} % of the losses should come with a notice, in which nothing is lost"
     if facts.step_s > MARKS_S:
         reason = "; ".join(filter(None, (reason, without)))
     return CopiesChoice(keepers=keepers if parts.states else (), marks=parts.marks, reason=reason)
 
 
+def _find_costly_share(facts: CopiesFacts) -> float:
+    """The part of the losses that costs what was done: others have a notice, in which a job leaves all to other VMs."""
+    has_time = facts.save.write_s <= GIVING_S  # for the state of a stage that one VM alone has
+    return facts.fleet.unannounced_share if has_time and not facts.script_obstacles else 1.0
+
+
 def _expect_losses(plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], facts: CopiesFacts) -> LossExposure:
     fleet, save = facts.fleet, facts.save
     vms, bursts = len(set(vm_ids)), list_bursts(fleet.losses_at)
-    losses = fleet.stops_per_hour(vms)
+    losses, share = fleet.stops_per_hour(vms), _find_costly_share(facts)
     replicas = [len(set(vm_ids[first : first + plan.p])) for first in range(0, len(vm_ids), plan.p)]
     store_stops, copied_store_stops = (
-        expect_store_stops(fleet, vm_ids, plan.p, keepers=kept, holds_state=True) for kept in ((), keepers)
+        share * expect_store_stops(fleet, vm_ids, plan.p, keepers=kept, holds_state=True) for kept in ((), keepers)
     )
     exposure = LossExposure(
         losses_per_hour=losses,
-        bursts_per_hour=bursts_per_hour(losses, bursts, vms),
+        bursts_per_hour=share * bursts_per_hour(losses, bursts, vms),
         hit_share=mean_hit_share(bursts, replicas, vms),
         store_stops_per_hour=store_stops,
         copied_store_stops_per_hour=copied_store_stops,

@@ -14,6 +14,7 @@ from varuna_planner.schedule.batching import count_micro_batches, shared_micro_b
 from varuna_proto.plan import Plan
 
 __all__ = [
+    "GIVING_S",
     "LEAST_REST_S",
     "SUMS_PART",
     "find_done_part",
@@ -28,7 +29,7 @@ __all__ = [
 
 LEAST_REST_S = 10.0
 """In less time there is little to gain, and the workers may be past their passes when they are asked."""
-_GIVING_S = 15.0
+GIVING_S = 15.0
 """In which a stage's sums of 1.7 GB, beside a state of 5 GB, go over a link of 1 Gb/s, and all of it over 10 Gb/s."""
 SUMS_PART = 1 / 3
 """Of the state's bytes, those of the sums: Adam has two moments beside each parameter, and sums are like one of the
@@ -101,7 +102,7 @@ def find_done_part(ended: GenerationView, lag_s: float = 0.0) -> float:
 
 def predict_parting_s(generation: GenerationView) -> float:
     """How long ranks take at most to leave a step in its middle, and to give what they have to others."""
-    return _GIVING_S + (0.0 if generation.plan is None else predict_fill_s(generation.plan))
+    return GIVING_S + (0.0 if generation.plan is None else predict_fill_s(generation.plan))
 
 
 def predict_fill_s(plan: Plan) -> float:

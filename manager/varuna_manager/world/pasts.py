@@ -138,5 +138,5 @@ def _make_life(created_at: float, notice_deadline: float | None, history: Sequen
     return VmLife(
         created_at=created_at,
         states=[(entry["at"], VmState(entry["state"])) for entry in history],
-        had_notice=notice_deadline is not None,
+        notice_deadline=notice_deadline,
     )

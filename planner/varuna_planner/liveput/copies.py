@@ -60,7 +60,8 @@ class LossExposure:
     losses_per_hour: float
     """VMs that are expected to be lost, of those that it uses."""
     bursts_per_hour: float
-    """The same, those counted once that are lost together: each burst stops it once."""
+    """The same, those counted once that are lost together: each burst stops it once. Here and below only those that
+    cost something: not those with a notice in time."""
     hit_share: float
     """Of its replicas, those of which a burst takes a VM."""
     store_stops_per_hour: float

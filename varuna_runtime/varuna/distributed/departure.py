@@ -222,7 +222,7 @@ class Departure:
 
     def wait_for_others(self, are_done: Callable[[], bool], patience_s: float = 0.0) -> None:
         """At the end of a block of `finish_first`, whose work is done here: waits until others have done theirs, at
-        least for `patience_s`."""
+        least for `patience_s`, or until there is a second reason to leave."""
         with self.condition:
             self._is_share_done = True
             if self._shield is not None:
@@ -293,7 +293,9 @@ class Departure:
                 return
             if isinstance(self._failure, RanksDifferError) and isinstance(exit_, PeerLost):
                 return  # the peer is lost because of it, and the script's author must see the cause
-            if may_stay and not at_once and self._shield is not None and self._shield.defers(exit_):
+            waits_for_others = self._is_share_done and self._deferred is not None  # they may never be done then
+            may_finish = may_stay and not (at_once or waits_for_others)
+            if may_finish and self._shield is not None and self._shield.defers(exit_):
                 if self._deferred is None:
                     self._deferred = exit_
                     _log.info("leaving the generation when the share of the step is done", reason=exit_.reason)

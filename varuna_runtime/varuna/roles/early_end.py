@@ -77,7 +77,7 @@ class EarlyEnd:
         """As it was when this rank voted; None: it has not."""
         self._is_refused = False
         self._agreed: AgreedEnd | None = None
-        self._part: Callable[[], None] = lambda: None
+        self._give: Callable[[], None] = lambda: None
         self._has_ended = False
         self._have_all_ended = False
 
@@ -102,14 +102,14 @@ class EarlyEnd:
             return len(self._sizes)
         return self._begun
 
-    def wait_for_others(self, part: Callable[[], None]) -> None:
+    def wait_for_others(self, give: Callable[[], None]) -> None:
         """After the pass: waits for those of the others, if they end early. Raises as a worker that leaves.
 
-        `part`: sends what this rank leaves to others. In a thread of its own.
+        `give`: sends what this rank leaves to others. In a thread of its own.
         """
         if self._agreed is None:
             return
-        self._part, self._has_ended = part, True
+        self._give, self._has_ended = give, True
         patience_s = _GIVING_PATIENCE_S if self._agreed.leaving else 0.0
         self._departure.wait_for_others(lambda: self._have_all_ended, patience_s)
 
@@ -129,7 +129,7 @@ class EarlyEnd:
         with self._departure.condition:
             self._departure.condition.wait_for(lambda: self._has_ended or self._departure.exit_code is not None)
         with suppress(dist.DistError):
-            self._part()
+            self._give()
             self._write("ended", "")
             while self._departure.exit_code is None and self._read_from_all("ended") is None:
                 time.sleep(_LOOK_S)

@@ -156,6 +156,36 @@ def test_what_is_worth_its_time_is_kept(
     assert re.search(r"are kept: about \S+ VMs are lost an hour, which takes ", found.reason)
 
 
+@pytest.mark.parametrize(
+    ("d", "announced", "facts", "are_kept"),
+    [
+        (1, 0.0, {}, (True, True)),
+        (1, 50.0, {}, (True, True)),
+        (1, 167.0, {}, (False, False)),
+        (1, 167.0, {"save": SaveCost(stall_s=0.5, write_s=40.0)}, (True, True)),  # a notice is too short to send it
+        (3, 0.0, {}, (False, True)),
+        (3, 167.0, {}, (False, False)),
+        (3, 167.0, {"script_obstacles": (OTHER_STAGES + "a list",)}, (False, True)),
+    ],
+)
+def test_losses_that_come_with_a_notice_need_no_copies(
+    d: int, announced: float, facts: dict[str, Any], are_kept: tuple[bool, bool]
+) -> None:
+    """In which a job leaves all to VMs that stay."""
+    found = choose(8, d, replace(TRACE, announced=announced), 180.0, **facts)
+    assert (bool(found.keepers), found.marks) == are_kept, found.reason
+    says_so = re.search(r"; about (\d+) % of the losses should come with a notice", found.reason)
+    assert [int(part) for part in (says_so.groups() if says_so else ())] == (
+        [round(100 * announced / 168)] if announced and not facts else []
+    )
+
+
+def test_a_new_fleet_is_expected_to_give_no_notice() -> None:
+    assert FleetPast().unannounced_share == 1.0
+    assert FleetPast(removals=9.0, announced=9.0).unannounced_share == pytest.approx(0.1)
+    assert FleetPast(removals=9.0, announced=4.0).unannounced_share == pytest.approx(0.6)
+
+
 @pytest.mark.parametrize("d", [1, 2])
 def test_the_job_file_can_decide(d: int) -> None:
     kept = choose(3, d, CALM, 0.1, wish=Copies.ON)

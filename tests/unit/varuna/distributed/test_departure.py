@@ -198,6 +198,24 @@ def test_a_replica_that_waits_in_vain_leaves_its_work(monkeypatch: pytest.Monkey
     assert departure.stays
 
 
+@pytest.mark.parametrize("second", [PeerLost("rank 5 is gone", suspects=(5,)), GenerationEnded("leave now")])
+def test_a_replica_that_only_waits_for_others_leaves_when_one_is_gone(second: GenerationEnded | PeerLost) -> None:
+    """It would wait for what a lost rank never does."""
+    departure, _ = departure_that_stays()
+
+    def work() -> None:
+        with departure.finish_first({1}, 60):
+            departure.leave_generation(GenerationEnded("together"))
+            assert departure.is_deferred
+            threading.Timer(0.05, departure.leave_generation, (second,)).start()
+            departure.wait_for_others(lambda: False, 600.0)
+
+    with pytest.raises(GenerationEnded) as raised:
+        work()
+    assert raised.value.reason == "together"
+    assert departure.stays
+
+
 def test_an_error_in_the_work_is_raised_although_the_worker_leaves() -> None:
     departure, _ = departure_that_stays()
 
