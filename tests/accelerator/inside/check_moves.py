@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kept_case import Case, start
+from leaving_case import leave_within_step, leaving
 from memory_ranks import BATCH
 from repository import TRAINING_SCRIPTS
 from simulated import device_of
@@ -73,6 +75,25 @@ def test_a_loss_in_a_step_moves_the_sums_without_a_race(zygote: Zygote, tmp_path
         expected = train_plainly(task, world.world.micro_batch, device=torch.device(device_of(0)))
         assert_equal(world.finish(), expected, task.precision)
         assert world.ends[3].wait_for_number("ready", 2).ready.micro_batches_redone == task.global_batch // 4
+
+
+@pytest.mark.parametrize(
+    ("spare", "after", "stay"), [([3], (2, 1), [0, 1]), ([1, 3], (1, 2), [0, 2])], ids=["sums", "sums and a state"]
+)
+def test_ranks_that_do_not_go_on_leave_what_they_have_without_a_race(
+    zygote: Zygote, tmp_path: Path, spare: list[int], after: tuple[int, int], stay: list[int]
+) -> None:
+    case = Case(2, 2, task={"optimizer": "adamw"}, **leaving())
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case, device=device_of)
+        leave_within_step(world, spare=spare)
+        world.wait_until_left(set())
+        world.go_on_as(replace(world.plan, p=after[0], d=after[1], recompute=()), stay)
+        expected = train_plainly(case.task, case.micro_batch, device=torch.device(device_of(0)))
+        assert_equal(world.finish(), expected, case.task.precision)
+        for first in stay:
+            ready = world.ends[first].wait_for_number("ready", 2).ready
+            assert (ready.micro_batches_redone, ready.store_bytes) == (0, 0)
 
 
 def test_a_stage_that_goes_has_left_the_device_before_its_successor_comes(zygote: Zygote, tmp_path: Path) -> None:
