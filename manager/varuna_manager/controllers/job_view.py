@@ -43,6 +43,7 @@ from varuna_manager.world.pasts import JOBS_LEARNED_FROM, read_fleet_shapes, rea
 from varuna_manager.world.vm_registry import VmRegistry
 from varuna_manager.world.world import World, WorldView
 from varuna_proto.plan import Device, Plan
+from varuna_proto.state_use import OTHER_STAGES
 
 _ANY = Resources()
 
@@ -370,6 +371,8 @@ class SnapshotLoader:
             flaw=job.flaw,
             limits=limits,
             has_fixed_stages=bool(row.script_obstacles) or not spec.holds_state,
+            may_leave_steps=spec.holds_state
+            and all(reason.startswith(OTHER_STAGES) for reason in row.script_obstacles or ()),
             copies_shares=kept.marks,
         )
         failures = {

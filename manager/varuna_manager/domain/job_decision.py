@@ -326,7 +326,7 @@ def _choose_mode_before_deadline(
     if may_stay_in_place(generation, vms, job.min_gpus, gpu_limit(job)):
         if left_s >= rest_s:
             return StopMode.HOLD_FIRST, ""
-        if left_s >= predict_parting_s(generation):
+        if job.may_leave_steps and left_s >= predict_parting_s(generation):
             return StopMode.HOLD_WITHIN_STEP, within
         return StopMode.LEAVE_NOW, (
             f"; too soon to finish the step: {max(left_s, 0.0):.1f} s are left, but it takes another {rest_s:.1f} s"

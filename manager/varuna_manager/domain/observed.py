@@ -520,6 +520,9 @@ class JobView:
     setup_exit_code: int | None = None
     has_fixed_stages: bool = False
     """Whether its processes may not go on in place, or could not once, or not with other stages."""
+    may_leave_steps: bool = True
+    """Whether its processes may leave a step in its middle to go on with it: they have not said that they cannot go on
+    in place, but for other stages."""
     missing_secret: str = ""
     """Which of its secrets the manager cannot read now, and why; empty: it can read all."""
     limits: JobLimitsView = field(default_factory=JobLimitsView)

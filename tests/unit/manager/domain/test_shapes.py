@@ -503,6 +503,7 @@ def test_a_vm_that_alone_has_a_stage_leaves_it_to_others_if_it_is_too_soon_to_sa
         (30.0, 100.0, {}, StopMode.HOLD_WITHIN_STEP),
         (17.0, 100.0, {}, StopMode.HOLD_WITHIN_STEP),
         (15.0, 100.0, {}, StopMode.LEAVE_NOW),
+        (30.0, 100.0, {"may_leave_steps": False}, StopMode.LEAVE_NOW),
         (120.0, 100.0, {}, StopMode.HOLD_FIRST),
     ],
 )
