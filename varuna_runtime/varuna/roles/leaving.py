@@ -120,15 +120,24 @@ class StateHolder:
         """Copies what this rank leaves to others, if ranks do not go on when all leave in the middle of the step.
 
         `share`: what `.grad` has of the step. `without_sums`: the sections of each of the first stages that get no
-        gradients. What it returns sends the copies, and takes what others leave.
+        gradients. What it returns sends the copies, and takes what others leave. What cannot be copied is lost with the
+        VM that leaves, as without its notice.
         """
         parts, environment = self._parts, self._parts.worker.environment
         parts.parting = None
         if not agreed.leaving:
             return lambda: None
-        step, stage = parts.progress.step, parts.assembly.stage
         sharers = agreed.hosts.count(agreed.hosts[environment.rank])
-        parts.parting = parting = Parting(parts.worker, step + 1, agreed.leaving, sharers=sharers)
+        parts.parting = parting = Parting(parts.worker, parts.progress.step + 1, agreed.leaving, sharers=sharers)
+        try:
+            self._fill_parting(parting, share, without_sums)
+        except (CheckpointError, RuntimeError, MemoryError) as error:
+            _log.warning("this rank cannot leave what it has to others", reason=first_line(error))
+        return parting.exchange
+
+    def _fill_parting(self, parting: Parting, share: KeptShare, without_sums: Sequence[range]) -> None:
+        parts, environment = self._parts, self._parts.worker.environment
+        step, stage = parts.progress.step, parts.assembly.stage
         if parting.loses_rank and share.numbers and stage.sections not in without_sums:
             mark = ShareMark.of_pass(
                 share.numbers,
@@ -142,12 +151,8 @@ class StateHolder:
             )
             parting.copy_sums(mark, {name: one.grad for name, one in stage.parameters.items() if one.grad is not None})
         if parting.gives_state and parts.can_copy_state:
-            try:
-                state = parts.checkpoints.training_state()
-                parting.offer_state(hold_state(state, step, own=environment, published_as=environment.rank))
-            except CheckpointError as error:
-                _log.warning("this rank cannot leave its state to others", reason=first_line(error))
-        return parting.exchange
+            state = parts.checkpoints.training_state()
+            parting.offer_state(hold_state(state, step, own=environment, published_as=environment.rank))
 
     def join_next(self, environment: WorkerEnvironment, phases: StartPhases) -> None:
         """Joins the next generation, as `WorkerProcess.join_next`. This process may leave that in the same way.
