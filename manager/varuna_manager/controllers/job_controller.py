@@ -495,12 +495,12 @@ def _choose_state_use(job: LoadedJob | None, key: StopKey, vm: VmView, vms: Vms)
     if job is None or running is None or running.number != key.generation or key.mode not in HOLDING_STOPS:
         return StateUse(keep=keep)
     in_place = running.stop is not None and running.stop.cause is EndCause.NOTICE
+    if not in_place or vm.state is not VmState.DRAINING:
+        return StateUse(keep=keep, in_place=in_place)
     # In the middle of a step it gives to others what only it has.
-    is_spare = key.mode is StopMode.HOLD_WITHIN_STEP or may_stay_in_place(
-        running, vms, job.view.min_gpus, gpu_limit(job.view)
-    )
-    is_leaving = vm.state is VmState.DRAINING
-    return StateUse(keep=keep, in_place=in_place, spare=in_place and is_leaving and is_spare)
+    gives = key.mode is StopMode.HOLD_WITHIN_STEP
+    spare = gives or may_stay_in_place(running, vms, job.view.min_gpus, gpu_limit(job.view))
+    return StateUse(keep=keep, in_place=in_place, spare=spare)
 
 
 def _step_s(job: LoadedJob | None, generation: int) -> float:

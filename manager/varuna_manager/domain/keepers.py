@@ -144,10 +144,10 @@ def choose_copies(
         possible.append(CopiedParts(marks=True))
     if useless:
         possible = [one for one in possible if not one.marks]
-    parts, reason = choose_parts(_expect_losses(plan, vm_ids, keepers, facts), possible)
-    announced = 1.0 - _find_costly_share(facts)
-    if reason and round(100 * announced):
-        reason += f"; about {100 * announced:.0f} % of the losses should come with a notice, in which nothing is lost"
+    costly = _find_costly_share(facts)
+    parts, reason = choose_parts(_expect_losses(plan, vm_ids, keepers, facts, costly), possible)
+    if reason and (announced := round(100 * (1.0 - costly))):
+        reason += f"; about {announced} % of the losses should come with a notice, in which nothing is lost"
     if facts.step_s > MARKS_S:
         reason = "; ".join(filter(None, (reason, without)))
     return CopiesChoice(keepers=keepers if parts.states else (), marks=parts.marks, reason=reason)
@@ -159,17 +159,20 @@ def _find_costly_share(facts: CopiesFacts) -> float:
     return facts.fleet.unannounced_share if has_time and not facts.script_obstacles else 1.0
 
 
-def _expect_losses(plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], facts: CopiesFacts) -> LossExposure:
+def _expect_losses(
+    plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], facts: CopiesFacts, costly: float
+) -> LossExposure:
+    """`costly`: the part of the losses that counts."""
     fleet, save = facts.fleet, facts.save
     vms, bursts = len(set(vm_ids)), list_bursts(fleet.losses_at)
-    losses, share = fleet.stops_per_hour(vms), _find_costly_share(facts)
+    losses = fleet.stops_per_hour(vms)
     replicas = [len(set(vm_ids[first : first + plan.p])) for first in range(0, len(vm_ids), plan.p)]
     store_stops, copied_store_stops = (
-        share * expect_store_stops(fleet, vm_ids, plan.p, keepers=kept, holds_state=True) for kept in ((), keepers)
+        costly * expect_store_stops(fleet, vm_ids, plan.p, keepers=kept, holds_state=True) for kept in ((), keepers)
     )
     exposure = LossExposure(
         losses_per_hour=losses,
-        bursts_per_hour=share * bursts_per_hour(losses, bursts, vms),
+        bursts_per_hour=costly * bursts_per_hour(losses, bursts, vms),
         hit_share=mean_hit_share(bursts, replicas, vms),
         store_stops_per_hour=store_stops,
         copied_store_stops_per_hour=copied_store_stops,

@@ -283,17 +283,19 @@ def explain_apart(members: Sequence[GenerationMember], section_count: int) -> st
         return "ranks are at different places of their scripts"
     if len({member.trace_digest for member in members}) > 1:
         return "a new process has traced the model differently"
-    missing = sorted(list_only_copied(members, section_count) - _list_sections(*(one.copied for one in old)))
+    missing = sorted(
+        list_only_copied(members, section_count) - _list_sections(stage for one in old for stage in one.copied)
+    )
     return f"no process holds section {missing[0]} after step {old[0].committed}" if missing else ""
 
 
 def list_only_copied(members: Sequence[GenerationMember], section_count: int) -> set[int]:
     """The sections that no process has in its own stage: there are copies at best."""
-    return set(range(section_count)) - _list_sections([one.sections for one in _list_survivors(members)])
+    return set(range(section_count)) - _list_sections(one.sections for one in _list_survivors(members))
 
 
-def _list_sections(*stages: Iterable[Sequence[int]]) -> set[int]:
-    return {section for some in stages for stage in some for section in range(*stage)}
+def _list_sections(stages: Iterable[Sequence[int]]) -> set[int]:
+    return {section for stage in stages for section in range(*stage)}
 
 
 def explain_lost_step(members: Sequence[GenerationMember], rest: StepRest | None, stages: Sequence[range]) -> str:
@@ -381,10 +383,10 @@ def count_redone(rest: StepRest | None, members: Sequence[GenerationMember], env
     if not any(member.has_begun for member in members):
         return 0
     unbegun = {member.unbegun for member in _list_survivors(members)}
-    if rest is None or len(unbegun) > 1 or None in unbegun:
+    examples = unbegun.pop() if len(unbegun) == 1 else None
+    if rest is None or examples is None:
         return count_left(rest, environment)
-    (examples,) = unbegun
-    return _count_in_plan(rest.examples - (examples or 0), environment.plan)
+    return _count_in_plan(rest.examples - examples, environment.plan)
 
 
 def count_left(rest: StepRest | None, environment: WorkerEnvironment) -> int:
