@@ -19,13 +19,19 @@ from varuna.copies.memory import SpareMemory
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message
 from varuna.holdings.giving import StateServer
-from varuna.holdings.inventory import HeldFile, HeldFiles, Inventory, decode_inventory
+from varuna.holdings.inventory import HeldFile, HeldFiles, Inventory, decode_inventory, encode_inventory
 from varuna.holdings.taking import receive_chunk
 from varuna.holdings.transfer_protocol import COPY, NUMBER
 
-__all__ = ["CopyKeeper"]
+__all__ = ["CopyKeeper", "pack_copy_request"]
 
 _log = structlog.get_logger("varuna")
+
+
+def pack_copy_request(held: HeldFiles, *, series: int, step_to_keep: int) -> tuple[list[bytes], list[HeldFile]]:
+    """The words of a request to keep the state, and its files. `step_to_keep`: of the copy that stays; 0: none does."""
+    words = [NUMBER.pack(series), NUMBER.pack(step_to_keep), encode_inventory(held.inventory)]
+    return words, [held.files[entry.name] for entry in held.inventory.receipt.files]
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ import torch
 
 from varuna.checkpoint import CheckpointError, TrainingState
 from varuna.checkpoint.saving.snapshot import HostBuffers
+from varuna.copies.keeper import pack_copy_request
 from varuna.copies.sending import PacedConnection
 from varuna.devices.accelerator import is_accelerator, use_stream
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
-from varuna.holdings.inventory import HeldFiles, encode_inventory, make_inventory
-from varuna.holdings.transfer_protocol import COPY, NUMBER
+from varuna.holdings.inventory import HeldFiles, make_inventory
+from varuna.holdings.transfer_protocol import COPY
 
 __all__ = ["CopyOwner"]
 
@@ -149,5 +150,5 @@ class CopyOwner:
 
     def _send_copy(self, held: HeldFiles, series: int) -> None:
         kept = 0 if self._whole is None else self._whole.inventory.step
-        words = [NUMBER.pack(series), NUMBER.pack(kept), encode_inventory(held.inventory)]
-        self._keeper.send_files(COPY, words, [held.files[entry.name] for entry in held.inventory.receipt.files])
+        words, files = pack_copy_request(held, series=series, step_to_keep=kept)
+        self._keeper.send_files(COPY, words, files)

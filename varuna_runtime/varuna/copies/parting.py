@@ -21,19 +21,18 @@ import structlog
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna.checkpoint.format.tensor_file import iterate_pieces
 from varuna.checkpoint.saving.snapshot import HostBuffers
-from varuna.copies.keeper import CopyKeeper
+from varuna.copies.keeper import CopyKeeper, pack_copy_request
 from varuna.copies.memory import describe_shortage
 from varuna.copies.sending import send_request
-from varuna.copies.share_keeper import ShareKeeper
+from varuna.copies.share_keeper import ShareKeeper, pack_sums_request
 from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.rendezvous_store import read_values
-from varuna.holdings.inventory import HeldFile, HeldFiles, encode_inventory
+from varuna.holdings.inventory import HeldFile, HeldFiles
 from varuna.holdings.taking import connect_to_server
-from varuna.holdings.transfer_protocol import CHUNK_BYTES, COPY, NUMBER, SUMS
+from varuna.holdings.transfer_protocol import CHUNK_BYTES, COPY, SUMS
 from varuna.worker.worker import WorkerProcess
 
 __all__ = ["Parting", "list_lonely", "plan_takers"]
@@ -101,13 +100,10 @@ class Parting:
         try:
             self._open_doors()
             if self._taker is not None and self._state is not None:
-                words = [NUMBER.pack(0), NUMBER.pack(0), encode_inventory(self._state.inventory)]
-                files = [self._state.files[entry.name] for entry in self._state.inventory.receipt.files]
+                words, files = pack_copy_request(self._state, series=0, step_to_keep=0)
                 self._send(self._address_key("state", self._taker), COPY, words, files)
             if self._taker is not None and self._sums is not None:
-                pieces = tuple(iterate_pieces(self._sums.sums, {}))
-                file = HeldFile(sum(map(len, pieces)), pieces)
-                words = [*map(NUMBER.pack, (0, 0, file.bytes)), self._sums.mark.to_json().encode()]
+                words, file = pack_sums_request(self._sums, series=0, kept_count=0)
                 self._send(self._address_key("sums", self._taker), SUMS, words, [file])
         except dist.DistError:  # rank 0 is gone, which this worker learns otherwise
             pass

@@ -15,14 +15,22 @@ from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message
 from varuna.holdings.giving import StateServer
+from varuna.holdings.inventory import HeldFile
 from varuna.holdings.taking import receive_chunk
 from varuna.holdings.transfer_protocol import NUMBER, SUMS
 
-__all__ = ["ShareKeeper"]
+__all__ = ["ShareKeeper", "pack_sums_request"]
 
 _log = structlog.get_logger("varuna")
 
 _VAIN = "they are of a pass that does not count"
+
+
+def pack_sums_request(marked: MarkedSums, *, series: int, kept_count: int) -> tuple[list[bytes], HeldFile]:
+    """The words of a request to keep the sums, and their file. `kept_count`: micro-batches of the mark that stays."""
+    pieces = tuple(tensor_file.iterate_pieces(marked.sums, {}))
+    file = HeldFile(sum(map(len, pieces)), pieces)
+    return [*map(NUMBER.pack, (series, kept_count, file.bytes)), marked.mark.to_json().encode()], file
 
 
 @dataclass(frozen=True)

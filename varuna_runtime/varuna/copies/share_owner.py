@@ -13,15 +13,14 @@ import structlog
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.format.tensor_file import iterate_pieces
 from varuna.checkpoint.saving.snapshot import HostBuffers
 from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
+from varuna.copies.share_keeper import pack_sums_request
 from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.devices.accelerator import is_accelerator, record_event, wait_for_event
 from varuna.diagnostics.error_text import first_line
-from varuna.holdings.inventory import HeldFile
-from varuna.holdings.transfer_protocol import NUMBER, SUMS
+from varuna.holdings.transfer_protocol import SUMS
 
 __all__ = ["ShareOwner"]
 
@@ -131,9 +130,7 @@ class ShareOwner:
         """Whether the keeper has the copy now. One that cannot be sent is given up: the next mark comes soon."""
         mark = copy.marked.mark
         try:
-            pieces = tuple(iterate_pieces(copy.marked.sums, {}))
-            file = HeldFile(sum(map(len, pieces)), pieces)
-            words = [*map(NUMBER.pack, (copy.series, kept_count, file.bytes)), mark.to_json().encode()]
+            words, file = pack_sums_request(copy.marked, series=copy.series, kept_count=kept_count)
             self._keeper.send_files(SUMS, words, [file])
         except (OSError, ValueError, KeyError, struct.error, RuntimeError) as error:
             self._keeper.drop()

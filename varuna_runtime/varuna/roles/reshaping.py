@@ -283,9 +283,8 @@ def explain_apart(members: Sequence[GenerationMember], section_count: int) -> st
         return "ranks are at different places of their scripts"
     if len({member.trace_digest for member in members}) > 1:
         return "a new process has traced the model differently"
-    missing = sorted(
-        list_only_copied(members, section_count) - _list_sections(stage for one in old for stage in one.copied)
-    )
+    copied = _list_sections(stage for one in old for stage in one.copied)
+    missing = sorted(list_only_copied(members, section_count) - copied)
     return f"no process holds section {missing[0]} after step {old[0].committed}" if missing else ""
 
 
