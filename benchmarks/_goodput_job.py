@@ -494,7 +494,7 @@ class ReplayedJob:
         if self.done >= generation.plan.global_batch * (1 - 1e-9):
             self._end_step(now, generation)
         if generation.live and generation.stop is not None and generation.stop.within_step:
-            self._leave_within_step(now, generation, generation.stop)
+            self._leave_within_step(now, generation)
 
     def _find_noticed_s(self, generation: ReplayedGeneration) -> float:
         """When a generation that has lost VMs is over."""
@@ -544,8 +544,7 @@ class ReplayedJob:
             generation.stop = action
             is_ready = now >= generation.ready_s - ROUNDING_S
             if action.within_step:
-                if is_ready:
-                    self._leave_within_step(now, generation, action)
+                self._settle(now)  # it leaves as soon as it is ready
             elif action.before_vms_leave and is_ready:
                 self._lose_ranks(now, generation, self._list_leaving_ranks(now, generation))
                 self._settle(now)
@@ -585,10 +584,11 @@ class ReplayedJob:
         if hit:
             self._lose_ranks(now, self.generation, hit)
 
-    def _leave_within_step(self, now: float, generation: ReplayedGeneration, stop: Stop) -> None:
+    def _leave_within_step(self, now: float, generation: ReplayedGeneration) -> None:
         """In order, with all that is done of the step."""
         generation.has_left_within_step, generation.ended_s = True, now
-        if not stop.before_vms_leave:
+        assert generation.stop is not None, "it was asked to"
+        if not generation.stop.before_vms_leave:
             return
         generation.lost |= self._list_leaving_ranks(now, generation)
         alive = generation.list_alive()

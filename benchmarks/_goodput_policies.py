@@ -47,7 +47,6 @@ from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Device, Plan
 
 _END_REASONS = {EndCause.VM_LOST: "VMs are lost", EndCause.NOTICE: "VMs have notice", EndCause.GROWTH: "growth"}
-_LEFT_WITHIN_STEP = StopView(mode=StopMode.HOLD_WITHIN_STEP, cause=EndCause.GROWTH, reason="growth", requested_at=0.0)
 
 
 class Saves:
@@ -347,7 +346,10 @@ class ManagersRules:
             state = GenerationState.RUNNING if generation.ready_s <= now else GenerationState.LAUNCHING
         else:
             state = GenerationState.ENDED
-        end_cause = _find_end_cause(generation)
+        end_cause, stop = _find_end_cause(generation), None
+        if end_cause is not None and generation.has_left_within_step:
+            mode = StopMode.HOLD_WITHIN_STEP
+            stop = StopView(mode=mode, cause=end_cause, reason=_END_REASONS[end_cause], requested_at=0.0)
         return GenerationView(
             number=generation.number,
             kind=GenerationKind.TRAINING,
@@ -366,7 +368,7 @@ class ManagersRules:
             in_place=generation.kind is MorphKind.IN_PLACE,
             holders=self._renew_holders(now),
             ended_at=None if generation.live else now,
-            stop=None if not generation.has_left_within_step else _LEFT_WITHIN_STEP,
+            stop=stop,
             end_cause=end_cause,
             end_reason="" if end_cause is None else _END_REASONS[end_cause],
         )

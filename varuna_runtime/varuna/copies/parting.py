@@ -29,7 +29,7 @@ from varuna.copies.share_keeper import ShareKeeper, pack_sums_request
 from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
-from varuna.distributed.rendezvous_store import read_values
+from varuna.distributed.rendezvous_store import await_value
 from varuna.holdings.inventory import HeldFile, HeldFiles
 from varuna.holdings.taking import connect_to_server
 from varuna.holdings.transfer_protocol import CHUNK_BYTES, COPY, SUMS
@@ -143,13 +143,10 @@ class Parting:
 
     def _send(self, address_key: str, kind: int, words: Sequence[bytes], files: Iterable[HeldFile]) -> None:
         """Sends these to whoever has said there where it listens."""
-        while not self._stopped.is_set():
-            if (found := read_values(self._worker.rendezvous.store, [address_key])) is not None:
-                break
-            self._stopped.wait(_LOOK_S)
-        else:
+        address = await_value(self._worker.rendezvous.store, address_key, self._stopped, look_s=_LOOK_S)
+        if not address:
             return
-        with connect_to_server(found[0], self._meeting_key) as connection:
+        with connect_to_server(address, self._meeting_key) as connection:
             self._connection = connection
             if not self._stopped.is_set():
                 chunks = (chunk for file in files for chunk in file.iterate_chunks(0, CHUNK_BYTES))

@@ -32,7 +32,7 @@ from varuna.devices.accelerator import is_accelerator, use_stream
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.lone_store import LoneStore
-from varuna.distributed.rendezvous_store import read_values
+from varuna.distributed.rendezvous_store import await_value
 from varuna.holdings.inventory import HeldFile, HeldFiles, encode_inventory, make_inventory
 from varuna.holdings.transfer_protocol import COPY, NUMBER
 from varuna.worker.agent_link import AheadCommand
@@ -242,11 +242,8 @@ class RankAhead:
 
     def _find_address(self, round_: _Round, store: Store, taker: int) -> str:
         """Where the process takes sections that is to be rank `taker`; empty: they are no longer of use."""
-        while self._is_current(round_):
-            if (found := read_values(store, [address_key(round_.command.request, taker)])) is not None:
-                return found[0]
-            self._stopped.wait(_LOOK_S)
-        return ""
+        key = address_key(round_.command.request, taker)
+        return await_value(store, key, self._stopped, look_s=_LOOK_S, is_wanted=lambda: self._is_current(round_))
 
     def _send_to(self, address: str, held: HeldFiles, round_: _Round) -> bool:
         """Whether all of it is there. False: it is no longer of use. Raises ValueError when it is refused."""

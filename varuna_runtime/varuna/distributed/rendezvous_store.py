@@ -30,7 +30,7 @@ from varuna.distributed.rendezvous_protocol import (
     receive_message,
 )
 
-__all__ = ["RendezvousStore", "is_served", "read_values"]
+__all__ = ["RendezvousStore", "await_value", "is_served", "read_values"]
 
 _ANSWER_S = 60.0
 """Beyond the time limit of a request: rank 0 may be busy with a compiler, or its machine swaps."""
@@ -153,6 +153,17 @@ def read_values(store: Store, keys: Sequence[str]) -> list[str] | None:
         if store.check(list(keys)):
             return [value.decode() for value in store.multi_get(list(keys))]
     return None
+
+
+def await_value(
+    store: Store, key: str, stopped: threading.Event, *, look_s: float, is_wanted: Callable[[], bool] = lambda: True
+) -> str:
+    """What a rank sets in a rendezvous store, as soon as it has. Empty: it is no longer wanted, or `stopped` is set."""
+    while is_wanted() and not stopped.is_set():
+        if (found := read_values(store, [key])) is not None:
+            return found[0]
+        stopped.wait(look_s)
+    return ""
 
 
 def is_served(host: str, key: MeetingKey, within_s: float) -> bool:
