@@ -338,6 +338,15 @@ class Departure:
         if self._failure is not None:
             raise RuntimeError(f"a thread of the Varuna runtime failed: {self._failure!r}") from self._failure
 
+    @contextmanager
+    def explaining_errors(self) -> Iterator[None]:
+        """Around work with other ranks: a fault that comes from this worker's leaving raises its reason instead."""
+        try:
+            yield
+        except (OSError, RuntimeError):
+            self.raise_if_leaving()
+            raise
+
     def wait_until(self, ready: Callable[[], bool], recheck_s: Callable[[], float] | None = None) -> None:
         """Waits until `ready()`, which is called under `condition`. Raises as `check` does.
 

@@ -228,21 +228,22 @@ class _Meeting(NamedTuple):
 def _meet_ranks(environment: WorkerEnvironment, departure: Departure, link: AgentLink) -> _Meeting:
     calls = CallChecker(environment.rank, departure)
     departure.report_waiting_to(lambda waits: link.send_waiting(_wait_kind(calls, waits=waits)))
-    rendezvous = Rendezvous(environment, departure)
-    if environment.world_size == 1:
-        return _Meeting(rendezvous, calls, None)
-    try:
-        presence = RankPresence.join_generation(
-            environment.rank,
-            environment.world_size,
-            rendezvous.store,
-            address=rendezvous.own_address(),
-            departure=departure,
-            calls=calls,
-        )
-    except BaseException:
-        rendezvous.end(links_ended=True)
-        raise
+    with departure.explaining_errors():
+        rendezvous = Rendezvous(environment, departure)
+        if environment.world_size == 1:
+            return _Meeting(rendezvous, calls, None)
+        try:
+            presence = RankPresence.join_generation(
+                environment.rank,
+                environment.world_size,
+                rendezvous.store,
+                address=rendezvous.own_address(),
+                departure=departure,
+                calls=calls,
+            )
+        except BaseException:
+            rendezvous.end(links_ended=True)
+            raise
     _follow_waits(departure, link, calls, presence)
     atexit.register(presence.announce_leaving)  # runs before `leave_interpreter`
     return _Meeting(rendezvous, calls, presence)
