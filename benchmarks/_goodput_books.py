@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
 
-from _goodput_job import Plans, System
+from _goodput_setting import Plans, System
 from _recovery_figures import StepLine, Wait
 
 from varuna_planner.liveput.morph_cost import PRIOR_FIXED_S, MorphKind

@@ -15,120 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from _goodput_generation import Holding, ReplayedGeneration
+from _goodput_setting import Plans, Start, State, Stop, System
+
 from varuna.copies.parting import list_lonely
-from varuna_manager.domain.leaving_step import SUMS_PART, predict_fill_s
-from varuna_planner.liveput.copies import NOTHING, CopiedParts
-from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, MovingTime, predict_moving
+from varuna_manager.domain.leaving_step import predict_fill_s
+from varuna_planner.liveput.copies import CopiedParts
+from varuna_planner.liveput.morph_cost import SUMS_PART, MorphCost, MorphKind, MovingTime
 from varuna_planner.liveput.spot_trace import SpotTrace
-from varuna_planner.profile.document import Profile
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Plan
 
 ROUNDING_S = 1e-6
-
-
-class Plans(Protocol):
-    """The planner's answers, one GPU a VM."""
-
-    def best(self, gpus: int) -> Plan | None:
-        """The fastest plan on so many GPUs; None: none fits."""
-
-    def best_keeping(self, gpus: int, micro_batch: int) -> Plan | None:
-        """The fastest plan on so many GPUs with this micro-batch; None: none fits."""
-
-    def shaped(self, p: int, d: int, micro_batch: int) -> Plan | None:
-        """The best plan of this shape; None: it does not fit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class System:
-    """What happens at a morph, and how long it takes."""
-
-    fixed_s: Mapping[MorphKind, float]
-    survivors: bool = False
-    """Whether complete replicas keep their share of a step, and processes give their state to new ones."""
-    copies: bool = False
-    """Whether a second VM has each committed section."""
-    weighs_copies: bool = False
-    """Whether a generation has only those copies and marks that are worth what they cost."""
-    moves: bool = False
-    """Whether processes take other stages in place, with what counts of the step where all hold a part of it."""
-    marks_s: float | None = None
-    """Replicas copy their sums to one another that often, and one alone to the VMs that have its copies; they leave at
-    once where that is worth more than to finish their shares. None: they do not."""
-    sums_copied_s: float | None = None
-    """Gradient sums are copied to a second VM that often, and move to any shape; None: they are not."""
-    starts_ahead_s: float | None = None
-    """How long a process takes that is started ahead for a generation to come, up to its `Varuna()`. None: none is
-    started ahead."""
-    prepares: bool = False
-    """Whether the state moves while the generation before still trains, where that is not lost."""
-    detect_s: float = 3.0
-    """The time until a loss is noticed. Replicas that are not hit train meanwhile."""
-    save_stall_s: float = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """The model's state, and the links over which it moves."""
-
-    section_bytes: tuple[int, ...]
-    parameter_bytes: tuple[int, ...]
-    """The part of each section's that passes read."""
-    link_bytes_per_s: float
-
-    @classmethod
-    def of_profile(cls, profile: Profile) -> State:
-        return cls(
-            section_bytes=tuple(one.parameter_bytes + one.optimizer_bytes for one in profile.sections),
-            parameter_bytes=tuple(one.parameter_bytes for one in profile.sections),
-            link_bytes_per_s=profile.links.other_vm.bandwidth_bytes_per_s,
-        )
-
-    def read_store_s(self, plan: Plan) -> float:
-        """The time of the largest stage's state over its VM's link."""
-        bounds = [*plan.stage_starts, len(self.section_bytes)]
-        stages = [sum(self.section_bytes[first:stop]) for first, stop in itertools.pairwise(bounds)]
-        return max(stages) / self.link_bytes_per_s
-
-    def predict_moving(self, plan: Plan, vms: Sequence[str], before: Plan, holders: Sequence[str]) -> MovingTime:
-        """How long processes on `vms` take the state of `before` from the memories of `holders`."""
-        return predict_moving(
-            self.section_bytes,
-            self.parameter_bytes,
-            self.link_bytes_per_s,
-            stage_starts=plan.stage_starts,
-            placement=vms,
-            held_starts=before.stage_starts,
-            holders=holders,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    plan: Plan
-    vms: tuple[str, ...]
-    """The VM of each rank."""
-    in_place: bool = False
-    from_memory: bool = False
-    """Whether processes of the generation before give the whole state. With `in_place`, they take other stages."""
-    copied: CopiedParts | None = None
-    """What its VMs copy to each other; None: all that the system has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """Leave for another shape: at the end of the step, or at once if gradient sums move."""
-
-    within_step: bool = False
-    """Leave at once, with what is done of the step: pipelines drain and fill once more."""
-    before_vms_leave: bool = False
-    """Leave at once, as after the loss of the VMs that have notice, which nobody has to notice. With `within_step`,
-    others get what their replicas have of the step."""
-    saves: bool = False
-    """Save first."""
-    has_state: bool = False
-    """Whether the state that the step began with is where the next shape needs it: only sums move."""
 
 
 class Policy(Protocol):
@@ -169,89 +67,6 @@ class Replayed:
     (`varuna_planner.liveput.copies`). It is not taken off the examples."""
     progress: tuple[tuple[float, float], ...] = field(repr=False)
     """(seconds, examples that counted then)."""
-
-
-@dataclass(kw_only=True)
-class ReplayedGeneration:
-    plan: Plan
-    vms: tuple[str, ...]
-    """By rank. One that has left stays in it."""
-    number: int
-    kind: MorphKind
-    started_s: float
-    ready_s: float
-    pause_s: float
-    moving_s: float
-    lost: set[int] = field(default_factory=set)
-    """Ranks whose VM has left."""
-    first_loss_s: float | None = None
-    shares_end_s: float = 0.0
-    """When its complete replicas have finished their share."""
-    steps: int = 0
-    stepped_s: float = 0.0
-    """When its newest step ended; before its first: when it started."""
-    kept: float = 0.0
-    """Examples of the step under way that it began with."""
-    stop: Stop | None = None
-    """How it was asked to leave; None: it was not."""
-    has_left_within_step: bool = False
-    parting_s: float = 0.0
-    """For how long ranks that do not go on sent what they had, when all had ended their passes."""
-    takers: Mapping[int, int] = field(default_factory=dict)
-    """Of each stage that only such ranks had: one of them, and the rank that took its state."""
-    ended_s: float | None = None
-    copied: CopiedParts = NOTHING
-    """What its VMs copy to each other."""
-
-    @property
-    def complete(self) -> int:
-        """Replicas that have lost no rank."""
-        return self.plan.d - len({rank // self.plan.p for rank in self.lost})
-
-    @property
-    def live(self) -> bool:
-        return self.ended_s is None
-
-    def list_alive(self) -> list[int]:
-        return [rank for rank in range(len(self.vms)) if rank not in self.lost]
-
-    @property
-    def keepers(self) -> list[int]:
-        """By stage, the rank that has the copy of what the only replica has; none with several replicas."""
-        return [find_keeper(rank, self.plan) for rank in range(self.plan.p)] if self.plan.d == 1 else []
-
-
-def find_keeper(rank: int, plan: Plan) -> int:
-    """The rank that has a rank's copy: one of another stage, half the ranks away."""
-    count = plan.p * plan.d
-    away = max(1, count // 2)
-    away += plan.p > 1 and away % plan.p == 0
-    return (rank + away) % count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holding:
-    """The layout that has the newest committed state in its memories."""
-
-    plan: Plan
-    vms: tuple[str, ...]
-    has_copies: bool = False
-    """Whether a second VM has each rank's part."""
-    takers: Mapping[int, int] = field(default_factory=dict)
-    """As of the generation."""
-
-    def find_holders(self, there: set[str]) -> bool:
-        """Whether every stage is on a VM that is there."""
-        p = self.plan.p
-        held = {rank % p for rank, vm in enumerate(self.list_holders(there)) if vm}
-        return len(held) == p
-
-    def list_holders(self, there: set[str]) -> list[str]:
-        """The VM that has each rank's part; empty: none."""
-        has_copies = self.has_copies
-        second = [self.vms[find_keeper(rank, self.plan)] if has_copies else "" for rank in range(len(self.vms))]
-        third = [self.vms[self.takers[rank]] if rank in self.takers else "" for rank in range(len(self.vms))]
-        return [next((vm for vm in having if vm in there), "") for having in zip(self.vms, second, third, strict=True)]
 
 
 class ReplayedJob:
@@ -643,15 +458,15 @@ class ReplayedJob:
         moving = _predict_from_alive(self.state, start, self.holding.plan, alive)
         if kind is not MorphKind.IN_PLACE or before is None:
             return moving.whole_s
+        rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
         # What is kept of the step moves, too.
         sums_s = SUMS_PART * moving.whole_s * (self.done > 1e-9 * start.plan.global_batch)
         if before.stop is not None and before.stop.has_state and before.first_loss_s is None:
-            return sums_s
-        rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
-        are_new = not set(start.vms) <= set(before.vms)
-        # Workers that keep copies of states take all of it before they train: their copies begin at once.
-        keeps_states = self._find_wanted_copies(start).states
-        return sums_s + (moving.whole_s if are_new or keeps_states else moving.predict_wait_s(rest_s))
+            moving = MovingTime(0.0, 0.0)
+        elif not set(start.vms) <= set(before.vms) or self._find_wanted_copies(start).states:
+            # New processes take all of the state before they train, and so do workers that copy it: they begin at once.
+            moving = MovingTime(moving.whole_s, 0.0)
+        return moving.with_sums(sums_s).predict_wait_s(rest_s)
 
 
 def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> MovingTime:

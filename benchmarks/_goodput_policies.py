@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
+from _goodput_generation import ReplayedGeneration
+from _goodput_job import ReplayedJob
+from _goodput_setting import Plans, Start, State, Stop, System
 
 from varuna_manager.domain.actions import Decision, StartGeneration, StopGeneration
 from varuna_manager.domain.devices import choose_devices

@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from _goodput_charts import draw_goodput, draw_hours, draw_progress
-from _goodput_job import Plans, Policy, ReplayedJob, State, System
+from _goodput_job import Policy, ReplayedJob
 from _goodput_policies import BestPlan, ManagersRules, Saves, TraceDecisions, WorthwhilePlan
+from _goodput_setting import Plans, State, System
 from _text_tables import render_table
 
 from varuna_manager.domain.observed import Rules

@@ -41,10 +41,11 @@ from _goodput_books import (
     make_system,
     measure_step_times,
 )
-from _goodput_job import Replayed, ReplayedJob, State, System
+from _goodput_job import Replayed, ReplayedJob
 from _goodput_nightly import PREEMPTED_AT, PUBLISHED, WAYS, NightlyFigures, play_nightly
 from _goodput_player import play_segment
 from _goodput_segment import Segment, find_busiest_segment
+from _goodput_setting import State, System
 from _recovery_trial import ModelSize
 from _text_tables import render_table
 from goodput import TRACE, PlannersAnswers, find_upper_bound, make_managers_rules, make_system_of_today

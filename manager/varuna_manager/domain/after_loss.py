@@ -12,11 +12,19 @@ from typing import NamedTuple
 
 from varuna_manager.domain.better_shape import count_vms, gpu_limit, predict_life_s, predict_restart
 from varuna_manager.domain.holders import find_holders
-from varuna_manager.domain.leaving_step import SUMS_PART, find_done_part, has_left_within_step
+from varuna_manager.domain.leaving_step import find_done_part, has_left_within_step
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
 from varuna_manager.domain.other_stages import find_movers
 from varuna_manager.domain.reshaping import count_kept_replicas, list_kept_replicas, may_gain_elsewhere, plan_reshape
-from varuna_planner.liveput.morph_cost import MARKS_S, MorphCost, MorphKind, MovingTime, ShapeOption, choose_shape
+from varuna_planner.liveput.morph_cost import (
+    MARKS_S,
+    SUMS_PART,
+    MorphCost,
+    MorphKind,
+    MovingTime,
+    ShapeOption,
+    choose_shape,
+)
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Plan
 
@@ -106,22 +114,21 @@ def _make_option(job: JobView, before: Plan, proposal: Proposal, kept: float, *,
     cost, moved = replace(predict_restart(job), moving_s=proposal.moving_s), 0.0
     if moves:
         moved = 0.0 if shared_micro_batch(plan.micro_batch, before.micro_batch) is None else kept
-        moving_s = _predict_moving_s(job, proposal, left=before.global_batch - moved)
-        moving_s += SUMS_PART * proposal.moving_s * (moved > 0)
+        moving_s = _predict_moving_s(job, proposal, left=before.global_batch - moved, with_sums=moved > 0)
         cost = replace(cost, kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s, moving_s=moving_s)
     name = f"{plan.p}×{plan.d} of micro-batch {plan.micro_batch}"
     return ShapeOption(name=name, examples_per_s=plan.examples_per_s, cost=cost, kept_examples=moved)
 
 
-def _predict_moving_s(job: JobView, proposal: Proposal, *, left: float) -> float:
-    """How long processes that move wait for their state. `left`: examples of the step that they run, meanwhile what
-    only its update reads may come. New processes wait for all, and so do those that copy their states."""
+def _predict_moving_s(job: JobView, proposal: Proposal, *, left: float, with_sums: bool) -> float:
+    """How long processes that move wait for their state. `left`: examples of the step that they run, meanwhile its sums
+    and what only its update reads may come. New processes wait for all of the state, and so do those that copy it."""
     generation = job.generation
     assert proposal.plan is not None
-    if generation is None or generation.keepers or not generation.devices.issuperset(proposal.placement):
-        return proposal.moving_s
-    moving = MovingTime(proposal.moving_s, proposal.late_s)
-    return moving.predict_wait_s(left / proposal.plan.examples_per_s)
+    waits = generation is None or generation.keepers or not generation.devices.issuperset(proposal.placement)
+    moving = MovingTime(proposal.moving_s, 0.0 if waits else proposal.late_s)
+    sums_s = SUMS_PART * proposal.moving_s if with_sums else 0.0
+    return moving.with_sums(sums_s).predict_wait_s(left / proposal.plan.examples_per_s)
 
 
 def predict_kept_examples(job: JobView, ended: GenerationView) -> float:

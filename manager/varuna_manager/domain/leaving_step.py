@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from varuna_manager.domain.observed import GenerationView, Proposal
 from varuna_manager.domain.states import ExitCause, StopMode
+from varuna_planner.liveput.morph_cost import SUMS_PART
 from varuna_planner.schedule.batching import count_micro_batches, shared_micro_batch
 from varuna_proto.plan import Plan
 
 __all__ = [
     "GIVING_S",
     "LEAST_REST_S",
-    "SUMS_PART",
     "find_done_part",
     "has_left_within_step",
     "may_leave_within_step",
@@ -31,9 +31,6 @@ LEAST_REST_S = 10.0
 """In less time there is little to gain, and the workers may be past their passes when they are asked."""
 GIVING_S = 15.0
 """In which a stage's sums of 1.7 GB, beside a state of 5 GB, go over a link of 1 Gb/s, and all of it over 10 Gb/s."""
-SUMS_PART = 1 / 3
-"""Of the state's bytes, those of the sums: Adam has two moments beside each parameter, and sums are like one of the
-three."""
 
 
 def may_leave_within_step(generation: GenerationView, proposal: Proposal) -> bool:
@@ -49,7 +46,8 @@ def render_gain_within_step(
 ) -> str:
     """Why it leaves for the proposal's shape in the middle of its step; empty: it finishes the step.
 
-    It costs that the pipelines drain and fill once more, and that sums of gradients move.
+    It costs that the pipelines drain and fill once more, and that sums of gradients move, if that takes longer than
+    the rest of the step, in which they come.
 
     Args:
         present_rate: its examples/s.
@@ -61,8 +59,10 @@ def render_gain_within_step(
     rest_s = predict_rest_s(now, generation)
     if rest_s < LEAST_REST_S or _has_only_just_begun(now, generation):
         return ""
-    gain_s = rest_s * (1.0 - present_rate / after.examples_per_s) + has_state * proposal.moving_s
-    cost_s = predict_fill_s(before) + predict_fill_s(after) + SUMS_PART * proposal.moving_s
+    rest_after_s = rest_s * present_rate / after.examples_per_s
+    gain_s = rest_s - rest_after_s + has_state * proposal.moving_s
+    sums_s = max(0.0, SUMS_PART * proposal.moving_s - rest_after_s)
+    cost_s = predict_fill_s(before) + predict_fill_s(after) + sums_s
     if gain_s <= cost_s:
         return ""
     there = ", the state is there" if has_state else ""

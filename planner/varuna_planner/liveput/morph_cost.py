@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 __all__ = [
     "MEMORY_BYTES_PER_S",
     "PRIOR_FIXED_S",
+    "SUMS_PART",
     "MorphCost",
     "MorphKind",
     "MovedBytes",
@@ -46,6 +47,9 @@ MEMORY_BYTES_PER_S: Final = 1.9e9
 MARKS_S: Final = 10.0
 """Between two marks of a replica's share of a step. A mark of a stage of a gigabyte takes 0.1 s of a GPU's step; a loss
 costs half an interval."""
+SUMS_PART: Final = 1 / 3
+"""Of the state's bytes, those of the sums of gradients: Adam has two moments beside each parameter, and sums are like
+one of the three."""
 SHORTEST_LIFE_S: Final = 60.0
 LONGEST_LIFE_S: Final = 24 * 3600.0
 
@@ -110,11 +114,15 @@ def count_moved_bytes(
 
 
 class MovingTime(NamedTuple):
-    """The time in which the state moves."""
+    """The time in which the state moves, and sums of gradients with it."""
 
     whole_s: float
     late_s: float
-    """The part of it for what only updates read."""
+    """The part of it for what no pass reads."""
+
+    def with_sums(self, sums_s: float) -> MovingTime:
+        """With the sums of a step, which move for so long and are late."""
+        return MovingTime(self.whole_s + sums_s, self.late_s + sums_s)
 
     def predict_wait_s(self, rest_s: float) -> float:
         """How long processes that run the rest of a step for `rest_s` wait before it: what is late comes meanwhile."""

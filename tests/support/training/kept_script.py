@@ -9,7 +9,8 @@ until the copy of its state is whole; "keeps_inputs": also in short steps, ranks
 keep their inputs for the rest of the step; "leaves_at": {"step", "op", "generations"}: in the first generations, the
 passes of a step wait before this op ("F": the second forward, "B": the first backward) until the agent has asked the
 rank to leave within the step, and ranks wait for one another's votes for as long as that takes; "parting": {"fails",
-"dies"}: ranks that cannot send what they leave to others, or die before that.
+"dies"}: ranks that cannot send what they leave to others, or die before that; "sums_after_backward": ranks that have
+moved fetch the sums of the step when they have run a backward or have none to run, and leave `sums.*`.
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places]. Each
 pass without micro-batches is one of `idle.rank*.jsonl`: [generation, step].
@@ -50,6 +51,8 @@ from varuna.copies.share_owner import ShareOwner
 from varuna.cut_point import CutPoint
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.pass_timer import PassTimer
+from varuna.roles.late_state import LateState
+from varuna.roles.moving import NewcomerMove, StageMove
 from waiting import wait_until
 
 LEDGER_BASE = 4
@@ -120,6 +123,42 @@ def spoil_parting(own: int, *, fails: Sequence[int] = (), dies: Sequence[int] = 
 
     if own in (*fails, *dies):
         Parting._send = spoil  # type: ignore[method-assign, assignment]
+
+
+def hold_sums(note: Path) -> None:
+    has_run = False
+    run_backward, begin, wait = Engine._run_backward, LateState.begin, LateState.wait_for_sums
+
+    def run_and_say(engine: Engine, *arguments: Any) -> None:
+        nonlocal has_run
+        run_backward(engine, *arguments)
+        has_run = True
+
+    def begin_anew(state: LateState) -> None:
+        nonlocal has_run
+        has_run = False
+        begin(state)
+
+    def say_and_wait(state: LateState) -> None:
+        nonlocal has_run
+        has_run = True
+        wait(state)
+
+    def hold_back(move: type[StageMove | NewcomerMove]) -> None:
+        read = move.read_sums
+
+        def wait_and_read(of: Any) -> Any:
+            wait_until(lambda: has_run, "a backward")
+            note.touch()
+            return read(of)
+
+        move.read_sums = wait_and_read  # type: ignore[method-assign]
+
+    for move in (StageMove, NewcomerMove):
+        hold_back(move)
+    Engine._run_backward = run_and_say  # type: ignore[method-assign,assignment]
+    LateState.begin = begin_anew  # type: ignore[method-assign]
+    LateState.wait_for_sums = say_and_wait  # type: ignore[method-assign]
 
 
 class NumberedExamples(torch.utils.data.Dataset):
@@ -286,6 +325,8 @@ if __name__ == "__main__":
         copies_script.wait_for_copies({})
     if wanted.get("leaves_at"):
         hold_passes(**wanted["leaves_at"])
+    if wanted.get("sums_after_backward"):
+        hold_sums(Path(wanted["out"]) / f"sums.generation{os.environ['VARUNA_GENERATION']}.rank{own}")
     spoil_parting(own, **wanted.get("parting", {}))
     if wanted.get("keeps_inputs"):
         varuna.roles.kept_inputs._LEAST_STEP_S = 0.0

@@ -35,7 +35,7 @@ class LateMarks:
         move."""
         if self.states:  # when all have it here, all others have begun, too
             newest = self.states[-1]
-            wait_until(lambda: newest._have_all, "the late state")
+            wait_until(newest.have_all, "the late state")
             marks = f"{self._find_mark(newest).stem}.rank*"
             wait_until(lambda: not list(self._folder.glob(marks)), "the others' late state")
 

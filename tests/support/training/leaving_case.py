@@ -30,7 +30,8 @@ def read_passes(world: SurvivorWorld, generation: int, step: int = STEP) -> dict
 
 
 def leave_within_step(world: SurvivorWorld, *, begun: int = 1, spare: Collection[int] = ()) -> None:
-    """Asks all ranks to leave when the first stage of each replica has begun so many micro-batches of the step.
+    """Asks all ranks to leave when the first stage of each replica has begun so many micro-batches of the step, and all
+    have what was late of a move.
 
     `spare`: those that do not go on.
     """
@@ -42,6 +43,8 @@ def leave_within_step(world: SurvivorWorld, *, begun: int = 1, spare: Collection
         return len(firsts) == world.plan.d and all(len(numbers) >= begun for numbers in firsts)
 
     wait_until(have_begun, "the passes of the step")
+    late = f"late.generation{world.generation}.rank*"
+    wait_until(lambda: not list(world.world.out.glob(late)), "what is late")
     world.leave_within_step(spare)
 
 

@@ -18,10 +18,10 @@ from varuna_proto.plan import Plan
 sys.path.append(str(ROOT / "benchmarks"))
 
 import _goodput_books as books
-import _goodput_job as jobs
 import _goodput_nightly as nightly
 import _goodput_segment as segments
 import goodput_played
+from _goodput_setting import State, System
 from _recovery_figures import StepLine, Wait
 
 BATCH = 8
@@ -157,7 +157,7 @@ def test_the_pause_of_a_generation_that_ran_nothing_goes_on_in_the_next_and_no_s
     assert (nothing.has_run, nothing.launching_s) == (False, 0.5)
     assert (launch.has_run, launch.began_s, launch.launching_s) == (True, 0.5, 0.5)
     assert loss.launching_s == 1.5
-    system = books.make_system(run, [nothing, launch, loss], jobs.System(fixed_s=PRIOR_FIXED_S))
+    system = books.make_system(run, [nothing, launch, loss], System(fixed_s=PRIOR_FIXED_S))
     assert system.fixed_s[MorphKind.FROM_STORE] == 0.5, "the one that ran nothing says nothing of the cost"
 
 
@@ -185,11 +185,11 @@ def test_the_replay_of_the_trace_with_the_costs_of_the_run_comes_to_what_was_mea
     run = play_loss()
     plans = books.MeasuredPlans(OneStage(), STEP_S)
     morphs = books.list_morphs(run, least_vms=1)
-    base = jobs.System(fixed_s=PRIOR_FIXED_S, survivors=True, moves=True)
+    base = System(fixed_s=PRIOR_FIXED_S, survivors=True, moves=True)
 
     system = books.make_system(run, morphs, base)
     predicted = goodput_played.predict(
-        run, plans, jobs.State(section_bytes=(1,), parameter_bytes=(1,), link_bytes_per_s=1e9), system
+        run, plans, State(section_bytes=(1,), parameter_bytes=(1,), link_bytes_per_s=1e9), system
     )
 
     assert system.fixed_s == {MorphKind.IN_PLACE: 1.5, MorphKind.FROM_MEMORY: 1.7, MorphKind.FROM_STORE: 1.0}

@@ -35,7 +35,7 @@ from varuna.worker.worker import WorkerProcess
 from varuna_planner.liveput.copies import MARKS_SHARE
 from varuna_proto.environment import WorkerEnvironment
 
-__all__ = ["RankShares", "has_keepers"]
+__all__ = ["EarlierSums", "RankShares", "has_keepers"]
 
 _log = structlog.get_logger("varuna")
 
@@ -43,6 +43,17 @@ _MARKS = 2
 """In memory of each rank whose sums are there, this rank and those for which it keeps some."""
 _LARGEST_PART = 0.5
 """Of the memory that is available: the script may need more later."""
+
+
+@dataclass(frozen=True)
+class EarlierSums:
+    """What the sums have before a pass."""
+
+    numbers: Sequence[int]
+    """Of the micro-batches in the global batch."""
+    passed: PassResult
+    have_all: Callable[[], bool] | None = None
+    """Whether all ranks have theirs, which come in the pass; None: they have had them before."""
 
 
 @dataclass
@@ -55,10 +66,8 @@ class _Share:
     """Of the rank's stage."""
     numbers: Sequence[int]
     """Of the pass's micro-batches in the global batch."""
-    kept_numbers: Sequence[int]
-    """Of those that the sums had before the pass."""
-    kept: PassResult | None
-    """The result of those; None: there are none."""
+    kept: EarlierSums | None
+    """What the sums had before it; None: nothing."""
     micro_batch: int
     """Examples in each micro-batch."""
     interval: int
@@ -66,9 +75,18 @@ class _Share:
     done: int = 0
     """Of the pass's micro-batches."""
     marked: int = 0
-    """Of those, in the newest mark."""
+    """Of those, in the newest mark; negative while none has what is `kept`."""
     without_sums: Sequence[range] = ()
     """The sections of each of the replica's first stages that get no gradients."""
+
+    @property
+    def kept_numbers(self) -> Sequence[int]:
+        return () if self.kept is None else self.kept.numbers
+
+    @property
+    def is_kept_there(self) -> bool:
+        """Whether the sums of all ranks have what is kept."""
+        return self.kept is None or self.kept.have_all is None or self.kept.have_all()
 
 
 @dataclass(frozen=True)
@@ -113,19 +131,18 @@ class RankShares:
         parameters: Mapping[str, nn.Parameter],
         *,
         sections: range,
-        kept: tuple[Sequence[int], PassResult] | None,
+        kept: EarlierSums | None,
         micro_batch: int,
         micro_batch_s: float,
         without_sums: Sequence[range] = (),
     ) -> None:
-        """A pass over the micro-batches `numbers` begins that adds to `kept`, the share that the sums have already.
+        """A pass over the micro-batches `numbers` begins that adds to what is `kept`.
 
         `parameters`, `sections`: of the rank's stage. `micro_batch`: examples in each micro-batch. `micro_batch_s`:
         what each takes, the same on all ranks; 0: not known. `without_sums`: the sections of each of the first stages
         that get no gradients.
         """
         interval = micro_batches_between_marks(micro_batch_s)
-        kept_numbers, kept_result = kept or ((), None)
         is_long = 0 < interval < len(numbers) and sections not in without_sums
         interval = interval if is_long else 0
         self._has_long_steps |= is_long
@@ -134,15 +151,15 @@ class RankShares:
             parameters,
             sections,
             numbers,
-            kept_numbers,
-            kept_result,
+            kept,
             micro_batch,
             interval,
+            marked=0 if kept is None else -len(kept.numbers),
             without_sums=without_sums,
         )
-        if is_long and kept_result is not None:  # all ranks know that without an announcement
+        if is_long and kept is not None and kept.have_all is None:  # all ranks know that without an announcement
             self._newest = _NewestMark(self._series, self._key_of(share, 0), time.monotonic())
-            self._make_mark(share, kept_result)
+            self._make_mark(share, kept.passed)
         self._consider_mark(share)
 
     def follow_backward(self, done: int, run: PassState) -> None:
@@ -154,7 +171,7 @@ class RankShares:
             return
         if done % share.interval == 0 and self._marks.is_announced(self._series, self._key_of(share, done)):
             result = run.sum_up(done)
-            self._make_mark(share, result if share.kept is None else share.kept.join(result))
+            self._make_mark(share, result if share.kept is None else share.kept.passed.join(result))
         self._consider_mark(share)
 
     def end_pass(self) -> None:
@@ -203,7 +220,7 @@ class RankShares:
         """Announces a mark after the next micro-batch, if this rank decides it and there is to be one."""
         coming = share.done + 1
         is_possible = share.interval and coming % share.interval == 0 and coming < len(share.numbers)
-        if not (is_possible and self._marks.announces and self._has_room is not False):
+        if not (is_possible and self._marks.announces and self._has_room is not False and share.is_kept_there):
             return
         if self._is_settled(share) and time.monotonic() >= self._rests_until_s:
             key = self._key_of(share, coming)

@@ -28,10 +28,10 @@ from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
 from varuna.distributed.topology import stage_sections
 from varuna.partition import Stage
 from varuna.roles.kept_shares import KeptShare, StepRest, SumsChoice
-from varuna.roles.late_state import LateState, may_be_late
+from varuna.roles.late_state import are_sums_late, may_be_late
 from varuna.roles.leaving import StateHolder
 from varuna.roles.moved_sums import add_sums
-from varuna.roles.moving import StageMove, take_state
+from varuna.roles.moving import NewcomerMove, StageMove
 from varuna.roles.progress import TrainingStep
 from varuna.roles.reshaping import (
     GenerationMember,
@@ -131,23 +131,32 @@ class GenerationMembership:
         worker.phases.end_phase("script")
         settled = self._catch_up(None, None).settled
         self._require_together(settled.members)
-        taken, reason = take_state(worker, parts.checkpoints.training_state(), parts.taken_ahead)
-        parts.taken_ahead.close()
-        self._require_success(reason)
-        assert taken is not None
-        parts.checkpoints.continue_from(taken.loaded)
+        rest = plan_rest(settled, worker.environment, parts.stages)
+        move, are_late = NewcomerMove(worker, parts.taken_ahead), are_sums_late(rest)
+        try:
+            loaded, reason = move.take_state(parts.checkpoints.training_state(), without_sums=are_late)
+            parts.taken_ahead.close()
+            self._require_success(reason)
+            if are_late:
+                parts.await_late_state(move, end_move=lambda: None)
+        finally:
+            if parts.late is None:
+                move.close()
+        assert loaded is not None
+        parts.checkpoints.continue_from(loaded)
         parts.changes.begin_step()  # what was loaded of them is agreed on by the others
         for member in settled.members:
             if member.weight_per_example is not None:
                 parts.expected_weight.follow_others(member.weight_per_example)
-        rest = plan_rest(settled, worker.environment, parts.stages)
-        self._first_step = FirstStep(rest, None, taken.sums)
+        self._first_step = FirstStep(rest)
         if rest is not None and rest.sums is not None:
             kept = follow_sums(rest.sums, settled, worker.environment, rest.expected_weight)
-            self._first_step = FirstStep(rest, kept, taken.sums)
+            self._first_step = FirstStep(rest, kept, () if are_late else move.read_sums())
         worker.phases.end_phase("load")
         parts.assembly.disconnect(_LINKS_END_S)
         self._connect_anew(stage)
+        if parts.late is not None:
+            parts.late.begin()
         self._awaited_in = CallKind.STEP
         self.report_ready()
 
@@ -161,7 +170,8 @@ class GenerationMembership:
         self._awaited_in = None
 
     def begin_first_step(self, step: TrainingStep) -> None:
-        """In the first step of a new process among survivors: makes `.grad` what it has got of the step."""
+        """In the first step of a new process among survivors: makes `.grad` what it has got of the step, if that is not
+        late."""
         first, self._first_step = self._first_step, FirstStep()
         step.rest, step.kept = first.rest, first.kept
         for sums in first.sums:
@@ -241,7 +251,7 @@ class GenerationMembership:
         if self._give_command is not None:
             self._give_state(self._give_command, step)
         parts.progress.is_broken = False
-        parts.leave_late_state()
+        parts.leave_late_state(step)
         worker.end_membership(links_ended=holder.is_between_stages or parts.assembly.disconnect(_LINKS_END_S))
         parts.finish_captures()
         parts.checkpoints.checkpointing.abandon_saves()
@@ -427,9 +437,9 @@ class GenerationMembership:
     def _move(self, meeting: Meeting, before: WorkerEnvironment, step: TrainingStep | None) -> tuple[Stage, int]:
         """Takes another stage, together with all other ranks. `before`: of the rank that this process was.
 
-        Returns the stage, and the bytes of state that came from other processes. In the middle of a step, what only its
-        update reads is late then. If one rank cannot move, all leave again, with the state of the stages that they had.
-        New processes take it.
+        Returns the stage, and the bytes of state that came from other processes. In the middle of a step, sums and what
+        only its update reads are late then. If one rank cannot move, all leave again, with the state of the stages that
+        they had. New processes take it.
         """
         parts, rest = self._parts, None if step is None else step.rest
         # New processes are in their scripts, which may read the whole state before the step. Copies of the new stages
@@ -438,7 +448,7 @@ class GenerationMembership:
         needs_all = any(one.is_new for one in meeting.members) or bool(parts.worker.environment.keepers)
         needs_all |= bool(list_only_copied(meeting.members, parts.section_count))
         is_late = step is not None and step.totals is None and not needs_all and may_be_late()
-        sums = None if rest is None else rest.sums
+        sums, are_late = None if rest is None else rest.sums, are_sums_late(rest)
         self._holder.begin_move(before)
         self._require_together(meeting.members)
         committed = parts.progress.step
@@ -452,12 +462,14 @@ class GenerationMembership:
             self._holder.release_stage(held)
             parts.show_tensors({}, {})
             with keep_global_generators(parts.device):
-                stage, reason = move.take_stage(self._release_stage(), parts.model_map, for_passes=is_late)
+                stage, reason = move.take_stage(
+                    self._release_stage(), parts.model_map, for_passes=is_late, without_sums=are_late
+                )
             self._require_success(reason)
             assert stage is not None
             peer_bytes = move.peer_bytes
-            if is_late:
-                parts.late = LateState(parts.worker, move, self._holder.end_move)
+            if is_late or are_late:
+                parts.await_late_state(move, end_move=self._holder.end_move)
         finally:
             if parts.late is None:
                 move.close()
@@ -470,10 +482,11 @@ class GenerationMembership:
 
     def _end_move(self) -> None:
         """Ends the move to another stage, now or when all ranks have their late state."""
-        if self._parts.late is None:
+        late = self._parts.late
+        if late is None or not late.lacks_state:
             self._holder.end_move()
-        else:
-            self._parts.late.begin()
+        if late is not None:
+            late.begin()
 
     def _release_stage(self) -> Stage:
         """The stage, whose connections have ended; nothing else here keeps it."""

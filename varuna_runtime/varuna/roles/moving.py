@@ -2,7 +2,8 @@
 
 The ranks give one another the sections that they lack (`varuna.holdings.exchange`). Until all have theirs, and have
 agreed on the next step, each keeps the state of the stage that it had, so that a loss in between costs no step. In the
-middle of a step, what only its update reads comes while the passes run (`varuna.roles.late_state`).
+middle of a step, sums of gradients and what only its update reads come while the passes run
+(`varuna.roles.late_state`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from varuna.roles.training_parts import TrainingParts
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.environment import WorkerEnvironment
 
-__all__ = ["StageMove", "find_stage_obstacle", "take_state"]
+__all__ = ["NewcomerMove", "StageMove", "find_stage_obstacle"]
 
 _NAMED = 3
 """The most names in a reason."""
@@ -130,12 +130,14 @@ class StageMove:
         for optimizer in parts.updater.optimizers:
             check_splittable(optimizer, environment, sections)
 
-    def take_stage(self, before: Stage, model_map: ModelMap, *, for_passes: bool) -> tuple[Stage | None, str]:
+    def take_stage(
+        self, before: Stage, model_map: ModelMap, *, for_passes: bool, without_sums: bool
+    ) -> tuple[Stage | None, str]:
         """Makes another stage of `before`, of which nothing may be in use, and fills it.
 
-        `for_passes`: only with what passes read; `read_for_update` and `fill_for_update` follow. Returns it when all
-        ranks have theirs, or else the reason. Then nothing of either stage is of use here, but what `share_state` has
-        returned.
+        `for_passes`: only with what passes read; `read_for_update` and `fill_for_update` follow. `without_sums`: those
+        of other ranks do not come yet, but with `read_sums`. Returns it when all ranks have theirs, or else the reason.
+        Then nothing of either stage is of use here, but what `share_state` has returned.
         """
         taken: Stage | None = None
         state: TrainingState | None = None
@@ -149,11 +151,23 @@ class StageMove:
         staged, reason = self._exchange.stage_state(state, obstacle)
         if staged is not None:
             try:
-                reason = self._fill(staged, left, for_passes=for_passes) or self._take_sums(taken)
+                reason = self._fill(staged, left, for_passes=for_passes)
+                if not reason:
+                    self._add_sums(taken, without_others=without_sums)
             except Exception as error:
                 reason = first_line(error) or type(error).__name__
         reason = self._exchange.agree(reason)
         return (None, reason) if reason else (taken, "")
+
+    def read_sums(self) -> list[dict[str, Tensor]]:
+        """The sums of gradients that this rank gets from others, each by first name of the parameter. After the stage
+        has been staged. Raises OSError, ValueError."""
+        return list(self._exchange.take_beside())
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether `read_for_update` has not been called, or what it has returned has not been filled."""
+        return self._staged is not None
 
     @property
     def bytes_for_update(self) -> int:
@@ -249,48 +263,62 @@ class StageMove:
             staged.fill_for_update(staged.read_for_update())
         return ""
 
-    def _take_sums(self, stage: Stage | None) -> str:
-        """Gives the new stage's parameters the sums that this rank gets, and those that stay with it."""
+    def _add_sums(self, stage: Stage | None, *, without_others: bool) -> None:
+        """Gives the new stage's parameters the sums that stay with this rank, and those that it gets."""
         assert stage is not None, "its state was staged"
-        for sums in (*self._own_sums, *self._exchange.take_beside()):
+        for sums in (*self._own_sums, *(() if without_others else self.read_sums())):
             add_sums(stage.parameters, sums)
         self._own_sums = []
-        return ""
 
     @property
     def _optimizer_device(self) -> torch.device:
         return self._parts.device if self._parts.updater.host is None else torch.device("cpu")
 
 
-class TakenState(NamedTuple):
-    """What a new process has taken from the others."""
+class NewcomerMove:
+    """A new process's part where the others make a `StageMove`. Its whole state comes at once; sums may be late."""
 
-    loaded: LoadedCheckpoint
-    sums: list[dict[str, Tensor]]
-    """Of the step under way, by first name of the parameter; each of another rank."""
+    lacks_state = False
+    bytes_for_update = 0
 
+    def __init__(self, worker: WorkerProcess, ahead: AheadTaker) -> None:
+        """`ahead`: what has come of the state before."""
+        self._exchange = _make_exchange(worker, ahead)
+        self._sums: list[dict[str, Tensor]] | None = None
+        """Of the step under way, each of another rank; None: they have not been read."""
 
-def take_state(worker: WorkerProcess, state: TrainingState, ahead: AheadTaker) -> tuple[TakenState | None, str]:
-    """A new process's part where the others make a `StageMove`: fills `state` with what they hold.
-
-    `ahead`: what has come of it before. Returns what was taken, or None and the reason, which all ranks get.
-    """
-    exchange = _make_exchange(worker, ahead)
-    taken: TakenState | None = None
-    try:
-        reason = exchange.share_inventories(None, "")
+    def take_state(self, state: TrainingState, *, without_sums: bool) -> tuple[LoadedCheckpoint | None, str]:
+        """Fills `state` with what the others hold. Returns what was loaded, or None and the reason, which all ranks
+        get. `without_sums`: they are not read yet."""
+        reason = self._exchange.share_inventories(None, "")
         if reason:
             return None, reason
-        staged, reason = exchange.stage_state(state, "")
+        loaded: LoadedCheckpoint | None = None
+        staged, reason = self._exchange.stage_state(state, "")
         if staged is not None:
             try:
-                taken = TakenState(staged.fill_state(), list(exchange.take_beside()))
+                loaded = staged.fill_state()
+                if not without_sums:
+                    self.read_sums()
             except (CheckpointError, OSError, ValueError) as error:
                 reason = first_line(error)
-        reason = exchange.agree(reason)
-    finally:
-        exchange.close()
-    return (None, reason) if reason else (taken, "")
+        reason = self._exchange.agree(reason)
+        return (None, reason) if reason else (loaded, "")
+
+    def read_sums(self) -> list[dict[str, Tensor]]:
+        """As of `StageMove`."""
+        if self._sums is None:
+            self._sums = list(self._exchange.take_beside())
+        return self._sums
+
+    def read_for_update(self) -> list[tuple[FileEntry, FileContent]]:
+        return []
+
+    def fill_for_update(self, files: Sequence[tuple[FileEntry, FileContent]]) -> None: ...
+
+    def close(self) -> None:
+        """Ends the connections of the exchange."""
+        self._exchange.close()
 
 
 def _make_exchange(worker: WorkerProcess, ahead: AheadTaker | None, series: int | None = None) -> StateExchange:

@@ -25,7 +25,7 @@ from varuna.checkpoint.script_states import Stateful
 from varuna.copies.ahead_taker import AheadTaker
 from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
-from varuna.copies.rank_shares import RankShares, has_keepers
+from varuna.copies.rank_shares import EarlierSums, RankShares, has_keepers
 from varuna.data.batches import fetch_examples, renew_batch
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
@@ -198,7 +198,7 @@ class TrainingRole:
         self._membership.check_call(CallKind.STEP)
         self._worker.calls.enter_call(CallKind.STEP, self._progress.step)
         self._updater.accumulation.inspect_script(self._updater.optimizers)
-        if self._parts.late is None:
+        if not self._parts.lacks_state:
             with STEP_CLOCK.measure(Activity.CHECKPOINT):
                 self.checkpoints.save_automatic_checkpoint()
         self._membership.leave_after_last_step(step)
@@ -289,6 +289,7 @@ class TrainingRole:
             try:
                 global_batch = self._train_pass(step, scale)
                 assert step.passed is not None
+                self._parts.add_late_sums(waits=True)
                 self.assembly.reducer.reduce_gradients(step.drop_share)
                 self.assembly.timeline.end_step()
                 if accumulation.is_pending:
@@ -340,7 +341,7 @@ class TrainingRole:
                 loss_scale=loss_scale,
                 write_back_buffers=False,
                 hooks=PassHooks(
-                    before_last_backward=self.assembly.reducer.mark_last_backward,
+                    before_last_backward=self._mark_last_backward,
                     after_backward=partial(self._follow_backward, follow_backward),
                     limit=limit,
                 ),
@@ -353,15 +354,22 @@ class TrainingRole:
                 share = replace(share, passed=share.passed.without_op_times())
             step.passed, step.kept = share.passed, share if may_keep else None
             if limit.agreed is not None:
+                self._parts.leave_late_state(step)  # all ranks had what was late when they agreed
                 step.unbegun = limit.agreed.unbegun
                 limit.wait_for_others(self._holder.prepare_parting(share, limit.agreed, self._list_without_sums()))
         examples = sum(micro_batch.examples for micro_batch in ran)
         self._example_s = (time.monotonic() - began_s) / examples if examples else 0.0
         return global_batch
 
+    def _mark_last_backward(self) -> None:
+        """What is still late is added after it, so the gradients are not final then."""
+        if self._parts.add_late_sums():
+            self.assembly.reducer.mark_last_backward()
+
     def _follow_backward(
         self, mark_share: Callable[[int, PassState], None] | None, done: int, passed: PassState
     ) -> None:
+        self._parts.add_late_sums()
         if mark_share is not None:
             mark_share(done, passed)
         if self._parts.ahead is not None:
@@ -410,7 +418,8 @@ class TrainingRole:
     def _limit_pass(self, micro_batches: Sequence[MicroBatch], *, may_keep: bool) -> EarlyEnd:
 
         def may_end() -> bool:
-            is_whole = self._parts.late is None
+            late = self._parts.late
+            is_whole = late is None or late.have_all()
             return is_whole and may_keep and self._is_weight_known() and not self._holder.find_obstacle()
 
         sizes = [micro_batch.examples for micro_batch in micro_batches]
@@ -437,7 +446,7 @@ class TrainingRole:
         self, step: TrainingStep, micro_batches: Sequence[MicroBatch], kept: KeptShare | None, *, may_mark: bool
     ) -> Iterator[Callable[[int, PassState], None] | None]:
         """Around a pass: copies its sums at marks. What it yields is to be called after each backward."""
-        shares = self._parts.shares
+        shares, late = self._parts.shares, self._parts.late
         is_whole = kept is None or kept.is_even
         if shares is None or not (may_mark and self._is_weight_known() and is_whole):
             yield None
@@ -447,7 +456,9 @@ class TrainingRole:
             [micro_batch.index for micro_batch in micro_batches],
             self.assembly.stage.parameters,
             sections=self.assembly.stage.sections,
-            kept=None if kept is None else (kept.numbers, kept.passed),
+            kept=None
+            if kept is None
+            else EarlierSums(kept.numbers, kept.passed, have_all=None if late is None else late.have_all),
             micro_batch=self._find_micro_batch(step),
             micro_batch_s=self._predict_micro_batch_s(step),
             without_sums=self._list_without_sums(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +32,9 @@ from varuna.pipeline.loss_weight import ExpectedWeight
 from varuna.roles.checkpoints import TrainingCheckpoints
 from varuna.roles.failing import ScriptHabits
 from varuna.roles.kept_inputs import KeptInputs
-from varuna.roles.late_state import LateState
-from varuna.roles.progress import TrainingProgress
+from varuna.roles.late_state import LateSource, LateState
+from varuna.roles.moved_sums import add_sums
+from varuna.roles.progress import TrainingProgress, TrainingStep
 from varuna.roles.role import apply_seed
 from varuna.roles.wrapped_model import WrappedModel
 from varuna.worker.worker import CopiesFigures
@@ -73,7 +74,7 @@ class TrainingParts:
         parting: what ranks that do not go on have left to others in the step under way; None: nothing.
         ahead: sends the state ahead to the ranks of the next shape; None: before the first step of the generation.
         taken_ahead: what this process has of the state that others had before it had a rank.
-        late: what this process lacks for the update of the step under way; None: nothing.
+        late: what this process awaits of the step under way and for its update; None: nothing.
         inputs: of the step under way, where the script has a loader of its own.
     """
 
@@ -167,9 +168,14 @@ class TrainingParts:
         return stages_of(self.worker, self.section_count)
 
     @property
+    def lacks_state(self) -> bool:
+        """Whether some of the state is to come before the update."""
+        return self.late is not None and self.late.lacks_state
+
+    @property
     def can_copy_state(self) -> bool:
         """Whether the state is that after a step, and nothing waits to be added to it."""
-        return self.progress.step > 0 and self.late is None and not self.updater.accumulation.is_pending
+        return self.progress.step > 0 and not self.lacks_state and not self.updater.accumulation.is_pending
 
     def find_copies_figures(self) -> CopiesFigures:
         """What is known of the generation's copies after a step."""
@@ -187,10 +193,29 @@ class TrainingParts:
         if self.ahead is not None:
             self.ahead.end_pass()
 
+    def await_late_state(self, source: LateSource, *, end_move: Callable[[], None]) -> None:
+        """Some of what a move brings is late. `LateState.begin` follows; arguments as there."""
+        self.late = LateState(self.worker, source, add_sums=self._add_sums, end_move=end_move)
+
+    def _add_sums(self, sums: Iterable[Mapping[str, Tensor]]) -> None:
+        for one in sums:
+            add_sums(self.assembly.stage.parameters, one)
+
     @property
     def late_bytes(self) -> int:
         """Of the state that is to come from other ranks before the update."""
         return 0 if self.late is None else self.late.bytes
+
+    def add_late_sums(self, *, waits: bool = False) -> bool:
+        """Adds the sums that are late to the gradients, if they have come. Returns whether the gradients have all.
+
+        `waits`: for those that have not; raises as a worker that leaves.
+        """
+        if self.late is None:
+            return True
+        if waits:
+            self.late.wait_for_sums()
+        return self.late.add_sums()
 
     def fill_late_state(self) -> None:
         """Waits for what the update needs, if some of it is late. Raises as a worker that leaves."""
@@ -198,11 +223,12 @@ class TrainingParts:
             self.late.fill()
             self.late = None
 
-    def leave_late_state(self) -> None:
-        """The generation in which some of this process's state was late has ended here."""
-        if self.late is not None:
-            self.late.leave()
-            self.late = None
+    def leave_late_state(self, step: TrainingStep | None) -> None:
+        """The generation in which this process awaited late state has ended here. `step`: the call under way, of which
+        nothing is kept without its sums."""
+        late, self.late = self.late, None
+        if late is not None and not late.leave() and step is not None:
+            step.drop_share()
 
     def show_tensors(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
         """Makes the script see these of the model from now on."""

@@ -48,6 +48,31 @@ def test_only_the_rest_of_the_step_is_run_in_the_next_shape(number: int, zygote:
     assert_rest_is_run(world, case)
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(2, marks=pytest.mark.slow, id="other stages"),
+        pytest.param(3, id="a new process"),
+        pytest.param(4, marks=pytest.mark.slow, id="new processes"),
+    ],
+)
+def test_sums_come_while_the_rest_of_the_step_is_run(number: int, zygote: Zygote, tmp_path: Path) -> None:
+    before, (p, d), ranks, task, _ = SHAPES[number]
+    case = Case(*before, task=task, sums_after_backward=True, **leaving())
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        leave_within_step(world)
+        world.wait_until_left(set())
+        plan = replace(world.plan, p=p, d=d, recompute=())
+        if None in ranks:
+            world.grow(plan, ranks)
+        else:
+            world.go_on_as(plan, [rank for rank in ranks if rank is not None])
+        assert_as_if_undisturbed(zygote, tmp_path, world, case)
+        assert len(list(world.world.folder.rglob("sums.*"))) == len(ranks), "all had run a backward before"
+    assert_rest_is_run(world, case)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["gpipe", "1f1b", "work-conserving"])
 def test_passes_of_each_schedule_end_early(policy: str, zygote: Zygote, tmp_path: Path) -> None:
@@ -61,7 +86,7 @@ def test_passes_of_each_schedule_end_early(policy: str, zygote: Zygote, tmp_path
         assert_as_if_undisturbed(zygote, tmp_path, world, case)
 
 
-@pytest.mark.parametrize("is_twice", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_twice", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_example_is_counted_once_when_passes_end_early(is_twice: bool, zygote: Zygote, tmp_path: Path) -> None:
     case = Case(2, 1, task={**LEDGER, "global_batch": 25}, variant="ledger", **leaving(generations=1 + is_twice))
     with ExitStack() as stack:
@@ -71,7 +96,8 @@ def test_every_example_is_counted_once_when_passes_end_early(is_twice: bool, zyg
         world.go_on_as(replace(world.plan, p=1, d=2, recompute=()), [1, 0])
         if is_twice:
             leave_within_step(world)
-            world.wait_until_left(set())
+            left = world.wait_until_left(set())
+            assert {one.step for one in left.values()} == {STEP - 1}, "all had what was late"
             world.go_on_as(replace(world.plan, p=2, d=1, recompute=()), [1, 0])
         assert_counted_once(world.finish(), case)
 

@@ -1,4 +1,4 @@
-"""After a move in the middle of a step, what only the update reads comes while the passes run."""
+"""After a move in the middle of a step, sums and what only the update reads come while the passes run."""
 
 from __future__ import annotations
 
@@ -52,6 +52,43 @@ def test_passes_run_before_the_optimizers_state_is_there(more: dict[str, Any], z
             rank: one["bytes"] for rank, one in came.items()
         }
         assert any(one.late_bytes > one.peer_bytes > 0 for one in ready.values())
+
+
+@pytest.mark.parametrize(
+    ("held_until", "more"),
+    [
+        ("sums_after_backward", {"tied": True}),
+        pytest.param("sums_after_backward", {"optimizer": "lamb", "offload": True}, marks=pytest.mark.slow),
+        pytest.param("sums_after_passes", {"groups": True, "frozen": True}, marks=pytest.mark.slow),
+        pytest.param("sums_after_passes", {"padded": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_passes_run_before_the_sums_are_there(
+    held_until: str, more: dict[str, Any], zygote: Zygote, tmp_path: Path
+) -> None:
+    task = Task(steps=STEPS, doubled=True, clip=0.5, **more)
+    with ExitStack() as stack:
+        world = lose_one(stack, zygote, tmp_path, task, {held_until: [0, 2, 3]})
+        assert_exact(world.finish(), train_plainly(task), task)
+        came = [json.loads((world.world.out / f"late.rank{rank}.json").read_text()) for rank in (0, 2, 3)]
+        least = [1, 1, 1] if held_until == "sums_after_backward" else [one["forwards"] for one in came]
+        assert [one["backwards_before_sums"] >= count > 0 for one, count in zip(came, least, strict=True)] == [True] * 3
+
+
+def test_a_rank_is_lost_before_others_have_their_sums(zygote: Zygote, tmp_path: Path) -> None:
+    """The whole state is there, as where new processes come or states are copied: the others go on in place, without
+    what the sums had."""
+    task = Task(steps=STEPS, doubled=True)
+    with ExitStack() as stack:
+        late = {"sums_never": [3], "dies": [2]}
+        wanted = {"die": {"rank": 1, "step": LOST_IN}, "late": late}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 3, script=SCRIPT, wanted=wanted)
+        world.wait_until_left({1})
+        world.go_on_as(replace(world.plan, p=1, d=4), [3, 0, 2, 5], keepers=(1, 2, 3, 0))
+        world.go_on({2})
+        assert_exact(world.finish(), train_plainly(task), task)
+        left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in (0, 3, 5)]
+        assert [(one.gives_only, one.step) for one in left] == [(False, LOST_IN - 1)] * 3
 
 
 def finish_in_new_processes(stack: ExitStack, zygote: Zygote, folder: Path, world: SurvivorWorld, lost: int) -> None:

@@ -18,7 +18,7 @@ from varuna.copies import rank_copies as rank_copies_module
 from varuna.copies import rank_shares as rank_shares_module
 from varuna.copies.memory import MemorySharers
 from varuna.copies.rank_copies import RankCopies
-from varuna.copies.rank_shares import RankShares, _Share, has_keepers
+from varuna.copies.rank_shares import EarlierSums, RankShares, _Share, has_keepers
 from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_keeper import ShareKeeper
@@ -209,7 +209,8 @@ def test_a_loss_of_rank_0_is_no_fault_of_copies() -> None:
     parameter.grad = torch.ones(3)
     kept = PassResult(loss_sum=1.0, weight=1.0, examples=1, expected_weight=8.0, forward_us=1, backward_us=1, wait_us=0)
     parameters = {"weight": parameter}
-    shares.begin_pass(1, range(4), parameters, sections=range(2), kept=((9,), kept), micro_batch=1, micro_batch_s=4.0)
+    begin = partial(shares.begin_pass, 1, range(4), parameters, sections=range(2), micro_batch=1, micro_batch_s=4.0)
+    begin(kept=EarlierSums((9,), kept))
     assert shares.list_sums(1) == []
     copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 1, is_pipeline_sending=lambda: False)
     copies.record_agreement(is_any_busy=False)
@@ -263,7 +264,7 @@ def test_a_rank_without_room_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> 
     begin = partial(shares.begin_pass, 1, range(40), {"weight": parameter}, sections=range(2), micro_batch=1)
     begin(kept=None, micro_batch_s=0.01)
     assert shares.find_obstacle() == "", "steps are short: nobody needs marks"
-    begin(kept=((99,), kept), micro_batch_s=4.0)
+    begin(kept=EarlierSums((99,), kept), micro_batch_s=4.0)
     assert shares.find_obstacle().startswith("rank 0: there is not enough host memory on this VM")
     store.set("shares/address/2", "")  # it has no port
     alone = RankShares(worker, is_pipeline_sending=lambda: False)
@@ -303,7 +304,7 @@ def test_a_share_is_left_when_others_would_wait_longer_than_it_has_lost(
     """Of 20 micro-batches. Replicas always finish without marks, and where a lost replica leaves no device idle."""
     shares = RankShares.__new__(RankShares)
     shares._worker = make_worker(p, d)
-    shares._share = _Share(STEP, {}, range(2), range(20), (), None, 1, interval, done, marked)
+    shares._share = _Share(STEP, {}, range(2), range(20), None, 1, interval, done, marked)
     assert shares.is_worth_finishing() is is_worth_it
 
 
@@ -320,7 +321,9 @@ class Stage:
         self.shares = RankShares(worker, is_pipeline_sending=lambda: False)
         self.done = 0
 
-    def begin_pass(self, count: int, micro_batch_s: float, *, untrained: int = 0) -> None:
+    def begin_pass(
+        self, count: int, micro_batch_s: float, *, untrained: int = 0, kept: EarlierSums | None = None
+    ) -> None:
         sections = range(self.shares._worker.topology.stage, self.shares._worker.topology.stage + 1)
         self.parameter.grad = torch.zeros(3)
         self.shares.begin_pass(
@@ -328,7 +331,7 @@ class Stage:
             range(count),
             {"w": self.parameter},
             sections=sections,
-            kept=None,
+            kept=kept,
             micro_batch=1,
             micro_batch_s=micro_batch_s,
             without_sums=[range(stage, stage + 1) for stage in range(untrained)],
@@ -371,6 +374,30 @@ def test_one_mark_stays_that_all_stages_have_however_far_the_first_is_behind(
                 newest = max(common, default=0)
                 assert stages[0].done - newest <= interval + 2 * lag + 1
     for stage in stages:
+        stage.shares.shut_down()
+
+
+def test_there_are_no_marks_before_all_ranks_have_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then a replica ends its share where another one is hit: no mark has what it keeps."""
+    monkeypatch.setattr(rank_shares_module, "MARKS_SHARE", 1e9)
+    store, has_come = dist.HashStore(), False
+    stages = [Stage(number, store) for number in range(3)]
+    passed = PassResult(
+        loss_sum=0.0, weight=1.0, examples=9, expected_weight=0.0, forward_us=0, backward_us=0, wait_us=0
+    )
+    for stage in stages:
+        stage.begin_pass(20, MARKS_S, kept=EarlierSums(range(30, 39), passed, have_all=lambda: has_come))
+    for done in range(1, 8):
+        has_come = done > 3
+        for stage in reversed(stages):
+            stage.run_backward()
+        shares = [stage.shares._share for stage in stages]
+        assert all(share is not None and (share.marked > 0) is (done > 4) for share in shares)
+        owners = [stage.shares._owner for stage in stages]
+        assert all(owner is None or owner.list_sums(STEP) for owner in owners)
+    for stage in stages:
+        marks = {marked.mark.numbers for marked in stage.shares.list_sums(STEP)}
+        assert {*range(30, 39), *range(5)} in marks
         stage.shares.shut_down()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +18,10 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def departure() -> Iterator[Departure]:
+def departure() -> Departure:
     departure = Departure(lambda code: None, grace_s=0.0)
     departure.offer_to_stay(lambda exit_: True, lambda: "")
-    yield departure
+    return departure
 
 
 @pytest.mark.parametrize(
