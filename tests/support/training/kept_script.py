@@ -152,13 +152,13 @@ def hold_sums(note: Path) -> None:
             note.touch()
             return read(of)
 
-        move.read_sums = wait_and_read  # type: ignore[method-assign]
+        move.read_sums = wait_and_read  # type: ignore[method-assign,assignment]
 
     for move in (StageMove, NewcomerMove):
         hold_back(move)
     Engine._run_backward = run_and_say  # type: ignore[method-assign,assignment]
-    LateState.begin = begin_anew  # type: ignore[method-assign]
-    LateState.wait_for_sums = say_and_wait  # type: ignore[method-assign]
+    LateState.begin = begin_anew  # type: ignore[method-assign,assignment]
+    LateState.wait_for_sums = say_and_wait  # type: ignore[method-assign,assignment]
 
 
 class NumberedExamples(torch.utils.data.Dataset):
