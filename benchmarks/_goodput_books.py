@@ -252,7 +252,8 @@ def keep_books(run: PlayedRun, morphs: Sequence[PlayedMorph], plans: MeasuredPla
 
 
 def make_system(run: PlayedRun, morphs: Sequence[PlayedMorph], base: System) -> System:
-    """`base` with what morphs, noticing and saves took in this run: medians by kind, where there were any."""
+    """`base` with what morphs, noticing and saves took in this run: medians by kind, where there were any. Its training
+    stood still for saves, as it does on processors."""
     by_kind: defaultdict[MorphKind, list[float]] = defaultdict(list)
     for morph in morphs:
         if morph.has_run:
@@ -264,6 +265,7 @@ def make_system(run: PlayedRun, morphs: Sequence[PlayedMorph], base: System) -> 
         fixed_s=fixed_s,
         detect_s=statistics.median(noticed) if noticed else base.detect_s,
         save_stall_s=run.between_s / run.checkpoints if run.checkpoints else base.save_stall_s,
+        saves_beside_passes=False,
     )
 
 

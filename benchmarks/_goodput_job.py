@@ -330,8 +330,8 @@ class ReplayedJob:
                 self._stored, self._writing, self._stalled_until_s = self.committed, None, now + save_s
             return
         if self._writing is None and now - self._saved_s >= self.policy.every(generation, self.system):
-            self._saved_s, self._stalled_until_s = now, now + self.system.save_stall_s
-            written_s = self._stalled_until_s + self.state.read_store_s(generation.plan)
+            self._saved_s, self._stalled_until_s = now, now + self.system.find_stall_s(generation.plan)
+            written_s = now + self.system.save_stall_s + self.state.read_store_s(generation.plan)
             self._writing = (written_s, self.committed)
 
     def _throw_away(self, examples: float) -> None:

@@ -52,6 +52,14 @@ class System:
     detect_s: float = 3.0
     """The time until a loss is noticed. Replicas that are not hit train meanwhile."""
     save_stall_s: float = 0.5
+    """What the copy of a state takes that is saved."""
+    saves_beside_passes: bool = False
+    """Whether training does not stand still for it, in steps that take longer."""
+
+    def find_stall_s(self, plan: Plan) -> float:
+        """How long training stands still for a save."""
+        is_hidden = self.saves_beside_passes and plan.predicted_minibatch_s > self.save_stall_s
+        return 0.0 if is_hidden else self.save_stall_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,13 +175,14 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
     old = System(fixed_s=dict.fromkeys(MorphKind, VARUNA_2021_S), detect_s=detect_s)
     parcae_s = sum(PARCAE_S) / 2
     parcae = System(fixed_s=dict.fromkeys(MorphKind, parcae_s), survivors=True, copies=True, detect_s=detect_s)
-    before = System(fixed_s=PRIOR_FIXED_S, detect_s=detect_s)
+    before = System(fixed_s=PRIOR_FIXED_S, saves_beside_passes=True, detect_s=detect_s)
     design = System(
         fixed_s=dict.fromkeys(MorphKind, PRIOR_FIXED_S[MorphKind.IN_PLACE]),
         survivors=True,
         copies=True,
         sums_copied_s=SUMS_COPIED_S,
         prepares=True,
+        saves_beside_passes=True,
         detect_s=detect_s,
     )
     saves = make_saves(trace, state, before)
@@ -206,7 +207,14 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
 
 def make_system_of_today(*, copies: bool, detect_s: float = System.detect_s) -> System:
     """Varuna as it is, where a morph takes what the manager expects before it has seen one."""
-    now = System(fixed_s=PRIOR_FIXED_S, survivors=True, moves=True, starts_ahead_s=STARTED_AHEAD_S, detect_s=detect_s)
+    now = System(
+        fixed_s=PRIOR_FIXED_S,
+        survivors=True,
+        moves=True,
+        starts_ahead_s=STARTED_AHEAD_S,
+        saves_beside_passes=True,
+        detect_s=detect_s,
+    )
     return replace(now, copies=True, marks_s=MARKS_S) if copies else now
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import HashStore
 
 import simulated
 import varuna.checkpoint.saving.snapshot
+import varuna.checkpoint.saving.writer
 import varuna.copies.owner
 import varuna.devices.copy_stream
 import varuna.distributed.groups
@@ -30,7 +32,9 @@ import varuna.pipeline.device_transport
 import varuna.pipeline.transport
 from emulated_nccl import EmulatedNccl
 from host_threads import UnseenGate
-from varuna.checkpoint import TrainingState
+from varuna.checkpoint import TrainingState, read_parameters
+from varuna.checkpoint.saving.snapshot import RankSnapshot
+from varuna.checkpoint.state.rank_state import ShapePosition
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup, Work, connect_group
 from varuna.distributed.handshake import MeetingKey
@@ -269,6 +273,46 @@ def copy_state(owners: types.ModuleType) -> None:
         raise error
 
 
+def save_beside_passes(writers: types.ModuleType) -> None:
+    """As `copy_state`, for a checkpoint."""
+    is_copied, may_end = UnseenGate(), UnseenGate()
+    copy = writers.make_snapshot
+
+    def copy_and_stay(*arguments: Any, **more: Any) -> RankSnapshot:
+        try:
+            copied: RankSnapshot = copy(*arguments, **more)
+        finally:
+            is_copied.open()
+            may_end.wait()
+        return copied
+
+    class Copied(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            may_end.open()
+            return super().wait(timeout)
+
+    value = nn.Parameter(torch.ones(4, 4, device=DEVICE))
+    state = TrainingState(sections=range(1), section_count=1, parameters={"w": value}, section_of={"w": 0})
+    with tempfile.TemporaryDirectory() as folder:
+        writer = writers.CheckpointWriter(folder, generation=1, position=ShapePosition(rank=0, p=1, d=1))
+        writer._is_copied = Copied()
+        try:
+            with torch.no_grad(), mock.patch.object(writers, "make_snapshot", copy_and_stay):
+                value.add_(1)
+                assert writer.start_save(1, state, beside_passes=True)
+                is_copied.wait()
+                writer.finish_copy()
+                value.add_(1)
+        finally:
+            may_end.open()
+            outcome = writer.wait()
+        if outcome.result != "committed":
+            raise RuntimeError(outcome.error)
+        simulated.raise_found()
+        (stored,) = read_parameters(folder, 1).values()
+        assert stored.tolist() == [[2.0] * 4] * 4
+
+
 def stage_gradients(collectives: types.ModuleType) -> None:
     """A backend reads the memory that it gets as soon as the collective starts."""
     flat = torch.full((64,), 3.0, device=DEVICE) * 2
@@ -279,7 +323,7 @@ def stage_gradients(collectives: types.ModuleType) -> None:
 
 
 COPIES, OFFLOAD, OWNER = varuna.devices.copy_stream, varuna.optim.host_parameters, varuna.copies.owner
-DEVICE_TRANSPORT = varuna.pipeline.device_transport
+DEVICE_TRANSPORT, WRITER = varuna.pipeline.device_transport, varuna.checkpoint.saving.writer
 TRANSPORT, SNAPSHOT, COLLECTIVES = (
     varuna.pipeline.transport,
     varuna.checkpoint.saving.snapshot,
@@ -371,6 +415,18 @@ ORDERINGS = [
         """while not self._is_captured.wait(_RECHECK_S) and self._thread.is_alive():
             pass""",
         copy_state,
+    ),
+    Ordering(
+        "a checkpoint's copy waits for the update",
+        WRITER,
+        "self._stream.wait_stream(torch.accelerator.current_stream(device))",
+        save_beside_passes,
+    ),
+    Ordering(
+        "the update waits for a checkpoint's copy",
+        WRITER,
+        "self._is_copied.wait()",
+        save_beside_passes,
     ),
     Ordering("a staged sum starts when it is copied", COLLECTIVES, "wait_for_event(copied)", stage_gradients),
 ]

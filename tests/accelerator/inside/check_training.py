@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import device_rows
 import simulated
+from repository import TRAINING_SCRIPTS
 from simulated import device_of
-from training_world import Zygote
+from small_gpt import Task, Trained, train_plainly
+from training_matrix import assert_equal
+from training_world import Ranks, Zygote
+from varuna.checkpoint import read_parameters
+from varuna.checkpoint.format.manifest import MANIFEST
+from varuna.checkpoint.storage.store import folder_of
 
 
 @pytest.mark.parametrize("precision", device_rows.PRECISIONS)
@@ -26,6 +34,31 @@ def test_the_optimizer_may_be_on_the_host(zygote: Zygote, tmp_path: Path) -> Non
 
 def test_dropout_does_not_depend_on_the_shape(zygote: Zygote, tmp_path: Path) -> None:
     device_rows.check_dropout(zygote, tmp_path, device_of)
+
+
+def test_checkpoints_are_copied_while_passes_run(zygote: Zygote, tmp_path: Path) -> None:
+    """Each is the state after its step, which the update of the next one changes."""
+    task, store = Task(steps=6, optimizer="adamw"), str(tmp_path / "store")
+    more = {
+        "script": TRAINING_SCRIPTS / "saving_script.py",
+        "checkpoint_url": store,
+        "environ": {"VARUNA_CHECKPOINT_INTERVAL_S": "0.01"},
+        "wanted": {"pause_s": 0.3},
+    }
+    with Ranks(zygote, tmp_path, task, 2, 1, device=device_of, **more) as world:
+        outcome = world.finish()
+        assert all((world.out / f"beside.rank{rank}").exists() for rank in (0, 1))
+
+    def train(steps: int) -> Trained:
+        return train_plainly(replace(task, steps=steps), world.micro_batch, device=torch.device(device_of(0)))
+
+    assert_equal(outcome, train(task.steps), task.precision)
+    saved = [step for step in range(1, task.steps) if (tmp_path / "store" / folder_of(step) / MANIFEST).exists()]
+    assert saved
+    for step in saved:
+        expected = train(step).parameters
+        for name, value in read_parameters(store, step).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_process_with_a_race_that_nothing_has_raised_ends_badly() -> None:

@@ -139,8 +139,8 @@ def test_a_fleet_that_stays_keeps_all_but_the_launch() -> None:
     assert found.dollars == pytest.approx((4 * 900 + 5 * 100) / 3600 * 2)
 
 
-LOSS = "\n".join([*(f"0,add,n{n}" for n in range(8)), "99200,remove,n7", "300000,add,z"])
-"""Four replicas, 3.75 s a step, from 1.7 s on, with one save of 0.5 s: the loss is 3.25 s into the 26th step."""
+LOSS = "\n".join([*(f"0,add,n{n}" for n in range(8)), "98700,remove,n7", "300000,add,z"])
+"""Four replicas, 3.75 s a step, from 1.7 s on, with saves beside passes: the loss is 3.25 s into the 26th step."""
 
 
 def test_a_loss_costs_the_lost_replicas_share_of_the_step() -> None:
@@ -157,13 +157,13 @@ def test_a_loss_costs_the_lost_replicas_share_of_the_step() -> None:
 
 @pytest.mark.parametrize("notice_s", [20.0, 60.0])
 def test_a_notice_leaves_time_to_finish_a_step(notice_s: float) -> None:
-    """With a longer one the VM, which goes after 99.2 s, is used until half a minute before."""
+    """With a longer one the VM, which goes after 98.7 s, is used until half a minute before."""
     found, policy = replay(parse_trace(LOSS), "survivors", notice_s=notice_s)
     assert (found.redone_s, found.detecting_s, found.losses) == (0, 0, 0)
     assert found.morphs["in place"] == 1
     at_s, reason = policy.reasons[1]
     assert reason.startswith("VM n7 is leaving: it has notice")
-    assert 99.2 - at_s == pytest.approx(20.0 if notice_s == 20.0 else 30.0 + 2 * 3.75 * 1.25, abs=3.75)
+    assert 98.7 - at_s == pytest.approx(20.0 if notice_s == 20.0 else 30.0 + 2 * 3.75 * 1.25, abs=3.75)
 
 
 def test_a_notice_that_is_shorter_than_the_step_spares_the_time_to_notice_a_loss() -> None:
@@ -238,6 +238,18 @@ def test_without_survivors_a_loss_costs_all_since_the_newest_checkpoint() -> Non
     found, _ = replay(parse_trace(LOSS), "checkpoint")
     assert found.redone_s >= 3.25
     assert found.morphs["in place"] == 0 < found.morphs["from the store"]
+
+
+def test_training_does_not_stand_still_for_a_save_in_steps_that_take_longer() -> None:
+    trace = parse_trace("\n".join([*(f"0,add,n{n}" for n in range(8)), "300000,add,z"]))
+    of_today = goodput.make_system_of_today(copies=False)
+    assert replay_as(trace, of_today)[0].saving_s == 0
+    before, _ = replay_as(trace, replace(of_today, saves_beside_passes=False))
+    short, _ = replay_as(trace, of_today, TwoStages(global_batch=7))
+    for found in (before, short):
+        saves = round(found.saving_s / of_today.save_stall_s)
+        assert saves > 0
+        assert found.saving_s == pytest.approx(saves * of_today.save_stall_s)
 
 
 def test_sums_that_are_copied_are_not_lost() -> None:

@@ -121,13 +121,18 @@ class TrainingCheckpoints:
         self.checkpointing.automatic.record_copies(are_whole=are_whole)
 
     def save_automatic_checkpoint(self) -> None:
-        """Between steps: writes the checkpoint that all ranks have agreed on; it holds no gradients."""
+        """Between steps: writes the checkpoint that all ranks have agreed on; it holds no gradients. The state must not
+        change before `finish_copy`."""
         automatic = self.checkpointing.automatic
         if self._updater.accumulation.is_pending:
             return
         if automatic.keeps_state:
             self._changes.exchange_changes()
         automatic.apply_agreement(self._progress.step, self.training_state, self._find_fault)
+
+    def finish_copy(self) -> None:
+        """Waits until the state that an automatic checkpoint holds may change."""
+        self.checkpointing.automatic.finish_copy()
 
     def save_checkpoint(
         self, url: str, step: int | None, *, request: CheckpointRequest, tmpdir: str | None, in_background: bool

@@ -502,6 +502,7 @@ class TrainingRole:
         """Makes the stage run as the script has changed the model, once all ranks know of the change."""
         if not self._changes.needs_trace:
             return
+        self.checkpoints.finish_copy()
         with keep_global_generators(self._device), self._precision.dry_run_context():
             model_map = self._changes.trace_model(self._parts.retracer, self._parts.wrapped_map)
             self._parts.model_map = model_map

@@ -188,6 +188,7 @@ class TrainingParts:
 
     def finish_captures(self) -> None:
         """Waits until nothing copies the state, which may change then."""
+        self.checkpoints.finish_copy()
         if self.copies is not None:
             self.copies.finish_capture()
         if self.ahead is not None:

@@ -117,7 +117,8 @@ class AutomaticCheckpoints:
     ) -> None:
         """Applies the agreed requests to the state after `step` steps. Raises GenerationEnded when one was to leave.
 
-        `find_fault`: called by all ranks before a save, returns why this state must not be saved, or None.
+        `find_fault`: called by all ranks before a save, returns why this state must not be saved, or None. A state that
+        is saved must not change before `finish_copy`.
         """
         agreed, self._agreed = self._agreed, BoundaryRequests()
         if agreed.leave or (agreed.hold and agreed.cannot_hold):
@@ -128,9 +129,14 @@ class AutomaticCheckpoints:
         elif agreed.save and not agreed.busy and self._writer is not None:
             self._last_save_s = time.monotonic()
             if (reason := find_fault()) is None:
-                self._writer.start_save(step, state())
+                self._writer.start_save(step, state(), beside_passes=True)
             else:
                 _log.error("this state is not saved", step=step, reason=reason)
+
+    def finish_copy(self) -> None:
+        """Waits until the state that is saved may change."""
+        if self._writer is not None:
+            self._writer.finish_copy()
 
     def _save_and_leave(
         self, step: int, state: Callable[[], TrainingState], find_fault: Callable[[], str | None]

@@ -1,4 +1,8 @@
-"""Saving: a copy in host memory while training waits, and the rest in a background thread."""
+"""Saving: a copy of the state in host memory, before training changes it, and the rest in a background thread.
+
+A state on an accelerator can be copied in that thread, too, on a stream of its own, while passes run: these only read
+it. On a CPU the passes would have to share the processors with the copy, so training waits for it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import structlog
+import torch
 
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.checksum import Checksum
@@ -33,6 +38,8 @@ from varuna.checkpoint.saving.snapshot import HostBuffers, HostFile, RankSnapsho
 from varuna.checkpoint.state.rank_state import ShapePosition, TrainingState
 from varuna.checkpoint.storage.local import LocalCopies
 from varuna.checkpoint.storage.store import CheckpointStore, folder_of
+from varuna.devices.accelerator import is_accelerator, use_stream
+from varuna.diagnostics.error_text import first_line
 
 __all__ = ["CheckpointWriter", "SaveOutcome"]
 
@@ -83,6 +90,10 @@ class CheckpointWriter:
         self._buffers = HostBuffers()
         self._trusted: set[tuple[int, str]] = set()
         self._thread: threading.Thread | None = None
+        self._is_copied = threading.Event()
+        self._is_copied.set()
+        self._stream: torch.Stream | None = None
+        """For copies from an accelerator beside its computing."""
         self._closed = threading.Event()
         self._receipts = ReceiptWait(
             self._store,
@@ -96,7 +107,7 @@ class CheckpointWriter:
         self._logged_states: set[str] = set()
         self._log = structlog.get_logger(__name__).bind(generation=generation, rank=position.rank)
         self.last_stall_s: float | None = None
-        """Seconds that the newest snapshot took."""
+        """Seconds that the newest snapshot took, in which training stood still or passes ran."""
         self.last_write_s: float | None = None
         """Seconds that this rank's newest background write took, without waiting for others."""
 
@@ -106,34 +117,82 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def start_save(
-        self, step: int, state: TrainingState, *, local: str | None = None, request: CheckpointRequest | None = None
+        self,
+        step: int,
+        state: TrainingState,
+        *,
+        local: str | None = None,
+        request: CheckpointRequest | None = None,
+        beside_passes: bool = False,
     ) -> bool:
         """Copies `state`, the one after `step` steps, and starts to write it in the background.
 
         `local`: a folder for copies of this checkpoint, in place of the usual one. `request`: the script's, if any.
+        `beside_passes`: the state must not change before `finish_copy`, because it may be copied in the background.
 
         Returns False and does nothing while an earlier save is in flight, because the next one comes soon enough.
         """
         if self.in_flight or self._closed.is_set():
             return False
-        started_s = time.perf_counter()
+        folder = self._local if local is None else local
+        copies = LocalCopies(folder, step) if folder else None
+        device = _find_accelerator(state) if beside_passes else None
+        if device is not None:
+            self._is_copied.clear()
+            self._start(step, self._copy_and_run, step, [state], self._order_stream(device), copies, request)
+            return True
         try:
-            copied = make_snapshot(
-                state,
-                step,
-                generation=self._generation,
-                replica=self._rank // self._p,
-                replicas=self._d,
-                rank=self._rank,
-                buffers=self._buffers,
-            )
+            copied = self._copy(step, state)
         except CheckpointError as error:
             self._start(step, self._refuse_state, step, str(error), request)
             return True
-        self.last_stall_s = time.perf_counter() - started_s
-        folder = self._local if local is None else local
-        self._start(step, self._run, copied, LocalCopies(folder, step) if folder else None, request)
+        self._start(step, self._run, copied, copies, request)
         return True
+
+    def finish_copy(self) -> None:
+        """Waits until the state of the newest save may change."""
+        self._is_copied.wait()
+
+    def _order_stream(self, device: torch.device) -> torch.Stream:
+        """The stream for copies, behind all that has been launched on the device."""
+        if self._stream is None:
+            self._stream = torch.Stream(device)
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        return self._stream
+
+    def _copy(self, step: int, state: TrainingState) -> RankSnapshot:
+        started_s = time.perf_counter()
+        copied = make_snapshot(
+            state,
+            step,
+            generation=self._generation,
+            replica=self._rank // self._p,
+            replicas=self._d,
+            rank=self._rank,
+            buffers=self._buffers,
+        )
+        self.last_stall_s = time.perf_counter() - started_s
+        return copied
+
+    def _copy_and_run(
+        self,
+        step: int,
+        states: list[TrainingState],
+        stream: torch.Stream,
+        local: LocalCopies | None,
+        request: CheckpointRequest | None,
+    ) -> None:
+        """`states`: the one, which is taken out. Its stage may be no more before the files are written, and nothing may
+        keep its parameters then."""
+        try:
+            with use_stream(stream):
+                copied = self._copy(step, states.pop())
+        except Exception as error:  # it holds what a checkpoint cannot, or memory is short: training goes on
+            self._refuse_state(step, first_line(error) or type(error).__name__, request)
+            return
+        finally:
+            self._is_copied.set()
+        self._run(copied, local, request)
 
     def _start(self, step: int, write: Callable[..., None], *arguments: object) -> None:
         self._thread = threading.Thread(target=write, args=arguments, name=f"checkpoint-{step}", daemon=True)
@@ -328,3 +387,9 @@ class CheckpointWriter:
                 self._on_failed(outcome.step, outcome.error)
         except Exception as error:  # neither a callback nor a store that refuses to delete may stop training
             self._log.warning("after a checkpoint save", step=outcome.step, error=str(error))
+
+
+def _find_accelerator(state: TrainingState) -> torch.device | None:
+    """The device that has the state; None: it is in host memory."""
+    devices = (tensor.device for tensor in state.tensors.values())
+    return next((device for device in devices if is_accelerator(device)), None)
