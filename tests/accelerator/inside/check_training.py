@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,13 @@ from simulated import device_of
 from small_gpt import Task, Trained, train_plainly
 from training_matrix import assert_equal
 from training_world import Ranks, Zygote
-from varuna.checkpoint import read_parameters
+from varuna.checkpoint import TrainingState, load_checkpoint, read_parameters
 from varuna.checkpoint.format.manifest import MANIFEST
+from varuna.checkpoint.saving import writer as writer_module
+from varuna.checkpoint.saving.writer import CheckpointWriter
+from varuna.checkpoint.state.rank_state import ShapePosition
 from varuna.checkpoint.storage.store import folder_of
+from waiting import DEADLINE_S
 
 
 @pytest.mark.parametrize("precision", device_rows.PRECISIONS)
@@ -59,6 +65,37 @@ def test_checkpoints_are_copied_while_passes_run(zygote: Zygote, tmp_path: Path)
         expected = train(step).parameters
         for name, value in read_parameters(store, step).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("user", "is_beside"), [({"mean": {"sums": [1.0]}}, True), ({"mean": {"sums": [torch.ones(1)]}}, False)]
+)
+def test_states_that_the_script_may_change_in_a_pass_are_copied_before(
+    user: dict[str, Any], is_beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_copy, make = threading.Event(), writer_module.make_snapshot
+    if not is_beside:
+        may_copy.set()
+
+    def wait_and_make(*arguments: Any, **more: Any) -> Any:
+        assert may_copy.wait(DEADLINE_S)
+        return make(*arguments, **more)
+
+    monkeypatch.setattr(writer_module, "make_snapshot", wait_and_make)
+    value = torch.nn.Parameter(torch.ones(4, device=device_of(0)))
+    state = TrainingState(sections=range(1), section_count=1, parameters={"w": value}, section_of={"w": 0}, user=user)
+    writer = CheckpointWriter(str(tmp_path), generation=1, position=ShapePosition(rank=0, p=1, d=1))
+    assert writer.start_save(1, state, beside_passes=True)
+    if is_beside:
+        assert not writer._is_copied.is_set()
+    user["mean"]["sums"][0] += 1
+    may_copy.set()
+    writer.finish_copy()
+    outcome = writer.wait(DEADLINE_S)
+    assert outcome is not None
+    assert outcome.result == "committed", outcome.error
+    fresh = replace(state, parameters={"w": torch.nn.Parameter(torch.zeros(4, device=device_of(0)))}, user={})
+    assert float(load_checkpoint(str(tmp_path), 1, fresh).user["mean"]["sums"][0]) == 1
 
 
 def test_a_process_with_a_race_that_nothing_has_raised_ends_badly() -> None:

@@ -1,16 +1,18 @@
 """Saving: a copy of the state in host memory, before training changes it, and the rest in a background thread.
 
 A state on an accelerator can be copied in that thread, too, on a stream of its own, while passes run: these only read
-it. On a CPU the passes would have to share the processors with the copy, so training waits for it.
+it. On a CPU the passes would have to share the processors with the copy, so training waits for it. So it does where
+states that the script has registered have tensors: the script's code may change them in a pass.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import structlog
@@ -18,6 +20,7 @@ import torch
 
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.checksum import Checksum
+from varuna.checkpoint.format.encoding import encode_state
 from varuna.checkpoint.format.manifest import (
     MANIFEST,
     CheckpointRetention,
@@ -137,9 +140,9 @@ class CheckpointWriter:
         folder = self._local if local is None else local
         copies = LocalCopies(folder, step) if folder else None
         device = _find_accelerator(state) if beside_passes else None
-        if device is not None:
+        if device is not None and (lasting := _with_lasting_states(state)) is not None:
             self._is_copied.clear()
-            self._start(step, self._copy_and_run, step, [state], self._order_stream(device), copies, request)
+            self._start(step, self._copy_and_run, step, [lasting], self._order_stream(device), copies, request)
             return True
         try:
             copied = self._copy(step, state)
@@ -387,6 +390,17 @@ class CheckpointWriter:
                 self._on_failed(outcome.step, outcome.error)
         except Exception as error:  # neither a callback nor a store that refuses to delete may stop training
             self._log.warning("after a checkpoint save", step=outcome.step, error=str(error))
+
+
+def _with_lasting_states(state: TrainingState) -> TrainingState | None:
+    """With copies of the script's own states, which its code may change in a pass; None: these have tensors, or a
+    checkpoint cannot hold them."""
+    try:
+        if any(encode_state(value, name)[1] for name, value in state.user.items()):
+            return None
+    except CheckpointError:
+        return None
+    return replace(state, user=copy.deepcopy(dict(state.user)))
 
 
 def _find_accelerator(state: TrainingState) -> torch.device | None:
