@@ -230,6 +230,18 @@ def sum_gradients(collectives: types.ModuleType) -> None:
         assert (flat * 2).tolist() == [6.0] * 64
 
 
+class OpeningEvent(threading.Event):
+    """Opens a gate for the thread that is to set it, when somebody waits for it."""
+
+    def __init__(self, gate: UnseenGate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._gate.open()
+        return super().wait(timeout)
+
+
 def copy_state(owners: types.ModuleType) -> None:
     """A thread copies the state, which the next update changes. It ends with the copy when somebody waits for it."""
     is_copied, may_end = UnseenGate(), UnseenGate()
@@ -246,18 +258,13 @@ def copy_state(owners: types.ModuleType) -> None:
             may_end.wait()
         return held
 
-    class Captured(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            may_end.open()
-            return super().wait(timeout)
-
     key = MeetingKey.derive_key("secret", "job", 1, host="127.0.0.1", port=1)
     value = nn.Parameter(torch.ones(4, 4, device=DEVICE))
     state = TrainingState(sections=range(1), section_count=1, parameters={"w": value}, section_of={"w": 0})
     owner = owners.CopyOwner(
         "127.0.0.1:1", key, generation=1, rank=0, device=DEVICE, series=0, is_pipeline_sending=lambda: False
     )
-    owner._is_captured = Captured()
+    owner._is_captured = OpeningEvent(may_end)
     try:
         with torch.no_grad(), mock.patch.object(owners, "make_inventory", copy_and_stay):
             value.add_(1)
@@ -286,16 +293,11 @@ def save_beside_passes(writers: types.ModuleType) -> None:
             may_end.wait()
         return copied
 
-    class Copied(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            may_end.open()
-            return super().wait(timeout)
-
     value = nn.Parameter(torch.ones(4, 4, device=DEVICE))
     state = TrainingState(sections=range(1), section_count=1, parameters={"w": value}, section_of={"w": 0})
     with tempfile.TemporaryDirectory() as folder:
         writer = writers.CheckpointWriter(folder, generation=1, position=ShapePosition(rank=0, p=1, d=1))
-        writer._is_copied = Copied()
+        writer._is_copied = OpeningEvent(may_end)
         try:
             with torch.no_grad(), mock.patch.object(writers, "make_snapshot", copy_and_stay):
                 value.add_(1)

@@ -11,6 +11,7 @@ import pytest
 
 from kept_case import LEDGER, STEP, Case, assert_as_if_undisturbed, assert_counted_once, op_kill, start
 from leaving_case import GENERATION_ENDED, assert_rest_is_run, leave_within_step, leaving
+from survivor_world import SurvivorWorld
 from training_world import Zygote
 
 SHAPES: list[tuple[tuple[int, int], tuple[int, int], list[int | None], dict[str, Any], dict[str, Any]]] = [
@@ -26,6 +27,15 @@ SHAPES: list[tuple[tuple[int, int], tuple[int, int], list[int | None], dict[str,
 USUAL = [0, 2]
 
 
+def take_shape(world: SurvivorWorld, p: int, d: int, ranks: list[int | None]) -> None:
+    """`ranks`: by their ranks in it, those that go on; None: a new process."""
+    plan = replace(world.plan, p=p, d=d, recompute=())
+    if None in ranks:
+        world.grow(plan, ranks)
+    else:
+        world.go_on_as(plan, [rank for rank in ranks if rank is not None])
+
+
 @pytest.mark.parametrize(
     "number",
     [pytest.param(number, marks=[] if number in USUAL else pytest.mark.slow) for number in range(len(SHAPES))],
@@ -38,11 +48,7 @@ def test_only_the_rest_of_the_step_is_run_in_the_next_shape(number: int, zygote:
         leave_within_step(world)
         left = world.wait_until_left(set())
         assert {(one.exit_code, one.step) for one in left.values()} == {(GENERATION_ENDED, STEP - 1)}
-        plan = replace(world.plan, p=p, d=d, recompute=())
-        if None in ranks:
-            world.grow(plan, ranks)
-        else:
-            world.go_on_as(plan, [rank for rank in ranks if rank is not None])
+        take_shape(world, p, d, ranks)
         assert_as_if_undisturbed(zygote, tmp_path, world, case)
         assert "still in use" not in world.logs(), "receives that never get their message end with the links"
     assert_rest_is_run(world, case)
@@ -63,11 +69,7 @@ def test_sums_come_while_the_rest_of_the_step_is_run(number: int, zygote: Zygote
         world = start(stack, zygote, tmp_path, case)
         leave_within_step(world)
         world.wait_until_left(set())
-        plan = replace(world.plan, p=p, d=d, recompute=())
-        if None in ranks:
-            world.grow(plan, ranks)
-        else:
-            world.go_on_as(plan, [rank for rank in ranks if rank is not None])
+        take_shape(world, p, d, ranks)
         assert_as_if_undisturbed(zygote, tmp_path, world, case)
         assert len(list(world.world.folder.rglob("sums.*"))) == len(ranks), "all had run a backward before"
     assert_rest_is_run(world, case)
