@@ -13,6 +13,7 @@ import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -25,6 +26,7 @@ import simulated
 import varuna.checkpoint.saving.snapshot
 import varuna.checkpoint.saving.writer
 import varuna.copies.owner
+import varuna.copies.share_owner
 import varuna.devices.copy_stream
 import varuna.distributed.groups
 import varuna.optim.host_parameters
@@ -35,11 +37,14 @@ from host_threads import UnseenGate
 from varuna.checkpoint import TrainingState, read_parameters
 from varuna.checkpoint.saving.snapshot import RankSnapshot
 from varuna.checkpoint.state.rank_state import ShapePosition
+from varuna.copies.replica_marks import ReplicaMarks
+from varuna.copies.share_marks import ShareMark
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup, Work, connect_group
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.link_connections import make_connection
 from varuna.distributed.nccl import NcclPair
+from varuna.distributed.topology import Topology
 from varuna.holdings.inventory import HeldFiles
 from varuna.pipeline.transport import MessageTensor
 
@@ -315,6 +320,32 @@ def save_beside_passes(writers: types.ModuleType) -> None:
         assert stored.tolist() == [[2.0] * 4] * 4
 
 
+def mark_share(owners: types.ModuleType) -> None:
+    """The sums are copied between two backwards, and sent when they are there."""
+    is_sent, x = threading.Event(), torch.ones(2, 4, device=DEVICE)
+    keeper = SimpleNamespace(is_stopped=False, send_files=lambda *_: is_sent.set(), shut_down=lambda: None)
+    owner = owners.ShareOwner(keeper, ReplicaMarks(HashStore(), Topology(1, 2, 0)))
+    layer = nn.Linear(4, 4, bias=False, device=DEVICE)
+    mark = ShareMark(generation=1, replica=0, step=1, sections=(0, 1), micro_batch=2, spans=((0, 1),))
+    try:
+        layer(x).sum().backward()
+        owner.copy_sums(mark, {"weight": layer.weight.grad})
+        y = layer(x).sum()
+        owner.order_changes()
+        y.backward()
+        is_sent.wait()
+        (marked,) = owner.list_sums(1)
+        assert marked.sums["weight"].tolist() == [[2.0] * 4] * 4
+        assert layer.weight.grad.tolist() == [[4.0] * 4] * 4
+    finally:
+        owner.shut_down()
+
+
+def copy_marked_sums(copies: types.ModuleType) -> None:
+    with mock.patch.object(SHARES, "CopyStream", copies.CopyStream):
+        mark_share(SHARES)
+
+
 def stage_gradients(collectives: types.ModuleType) -> None:
     """A backend reads the memory that it gets as soon as the collective starts."""
     flat = torch.full((64,), 3.0, device=DEVICE) * 2
@@ -325,6 +356,7 @@ def stage_gradients(collectives: types.ModuleType) -> None:
 
 
 COPIES, OFFLOAD, OWNER = varuna.devices.copy_stream, varuna.optim.host_parameters, varuna.copies.owner
+SHARES = varuna.copies.share_owner
 DEVICE_TRANSPORT, WRITER = varuna.pipeline.device_transport, varuna.checkpoint.saving.writer
 TRANSPORT, SNAPSHOT, COLLECTIVES = (
     varuna.pipeline.transport,
@@ -429,6 +461,19 @@ ORDERINGS = [
         WRITER,
         "self._is_copied.wait()",
         save_beside_passes,
+    ),
+    Ordering(
+        "a mark's sums are copied when the backward has computed them",
+        COPIES,
+        "stream.wait_stream(torch.accelerator.current_stream(device))",
+        copy_marked_sums,
+        "def update_on_host",
+    ),
+    Ordering(
+        "the next backward waits for the copy of a mark's sums",
+        SHARES,
+        "torch.accelerator.current_stream(copied.device).wait_event(copied)",
+        mark_share,
     ),
     Ordering("a staged sum starts when it is copied", COLLECTIVES, "wait_for_event(copied)", stage_gradients),
 ]

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
 
 import simulated
+from host_threads import UnseenGate
 from small_gpt import Task, example_batch, make_model
 from varuna import CutPoint, Varuna
 from varuna.checkpoint.saving.snapshot import HostBuffers
+from varuna.copies.rank_shares import RankShares
+from varuna.copies.replica_marks import ReplicaMarks
+from varuna.copies.share_marks import ShareMark
+from varuna.copies.share_owner import ShareOwner
 from varuna.devices.accelerator import record_event, use_stream
 from varuna.devices.copy_stream import CopyStream
 from varuna.devices.out_of_memory import measure_shortage
 from varuna.distributed.departure import Departure
 from varuna.distributed.groups import RankGroup
+from varuna.distributed.topology import Topology
 from varuna.optim.host_parameters import HostParameters
 from varuna.optim.precision import TrainingPrecision
 from varuna.optim.reduction import GradientReducer
@@ -178,6 +187,78 @@ def test_nothing_but_their_own_forward_waits_for_inputs_that_are_copied_ahead() 
     [copied] = ahead.take()
     assert (copied + y).sum().item() == 3 * 64
     assert not simulated.could_overlap(ahead.ended, record_event(DEVICE))
+
+
+def make_share_owner(may_send: UnseenGate) -> ShareOwner:
+    """Sends nothing before it may."""
+    keeper: Any = SimpleNamespace(is_stopped=False, send_files=lambda *_: may_send.wait(), shut_down=may_send.open)
+    return ShareOwner(keeper, ReplicaMarks(HashStore(), Topology(1, 2, 0)))
+
+
+def test_a_backward_waits_for_the_copy_of_a_marks_sums_and_a_forward_does_not() -> None:
+    layer, x, owner = nn.Linear(4, 4).to(DEVICE), torch.ones(2, 4, device=DEVICE), make_share_owner(UnseenGate())
+    mark = ShareMark(generation=1, replica=0, step=1, sections=(0, 1), micro_batch=2, spans=((0, 1),))
+    layer(x).sum().backward()
+    gradients = {name: one.grad for name, one in layer.named_parameters() if one.grad is not None}
+    simulated.forbid_syncs(True)
+    try:
+        owner.copy_sums(mark, gradients)
+        assert owner._current is not None
+        copied = owner._current.copied
+        y = layer(x).sum()
+        assert copied is not None
+        assert simulated.could_overlap(copied, record_event(DEVICE))
+        owner.order_changes()
+        y.backward()
+        assert not simulated.could_overlap(copied, record_event(DEVICE))
+    finally:
+        simulated.forbid_syncs(False)
+        owner.shut_down()
+
+
+class SharesWithMarks:
+    """In place of `RankShares`: marks after each backward, unless the copies of the one before are not sent."""
+
+    def __init__(self, owner: ShareOwner) -> None:
+        self._owner = owner
+        self._parameters: Mapping[str, nn.Parameter] = {}
+
+    def begin_pass(self, step: int, numbers: Sequence[int], parameters: Mapping[str, nn.Parameter], **_: Any) -> None:
+        self._parameters = parameters
+
+    def order_changes(self) -> None:
+        self._owner.order_changes()
+
+    def follow_backward(self, done: int, _: PassState) -> None:
+        mark = ShareMark(generation=1, replica=0, step=2, sections=(0, 1), micro_batch=1, spans=((0, done),))
+        if not self._owner.is_busy:
+            self._owner.copy_sums(mark, {name: cast(Tensor, one.grad) for name, one in self._parameters.items()})
+
+    def end_pass(self) -> None:
+        self._owner.order_changes()
+
+    def find_obstacle(self) -> str:
+        return ""
+
+
+def test_sums_are_copied_at_marks_without_a_race_or_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only streams order their copy and the next backward: the host does not know when the copy ends."""
+    model, owner = make_training(Task()), make_share_owner(UnseenGate())
+    role = model._role
+    assert isinstance(role, TrainingRole)
+    model.step(example_batch(4))
+    monkeypatch.setattr(TrainingRole, "_may_keep", lambda _: True)
+    role._parts.shares = cast(RankShares, SharesWithMarks(owner))
+    simulated.take_syncs()
+    try:
+        model.step(example_batch(4))
+        assert simulated.take_syncs() == {"copy to the host, pageable": 1, "_local_scalar_dense": 1}
+        simulated.raise_found()
+        [marked] = owner.list_sums(2)
+        assert marked.mark.spans == ((0, 1),)
+        assert any(sums.count_nonzero() for sums in marked.sums.values())
+    finally:
+        owner.shut_down()
 
 
 class TwoInputs(nn.Module):

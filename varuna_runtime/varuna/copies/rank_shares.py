@@ -174,9 +174,15 @@ class RankShares:
             self._make_mark(share, result if share.kept is None else share.kept.passed.join(result))
         self._consider_mark(share)
 
+    def order_changes(self) -> None:
+        """The sums may change in what is launched next: a mark's copy comes before that."""
+        if self._owner is not None:
+            self._owner.order_changes()
+
     def end_pass(self) -> None:
-        """The pass has ended, or has been left."""
+        """The pass has ended, or has been left. The sums may change in what is launched next."""
         self._share = None
+        self.order_changes()
 
     def is_worth_finishing(self) -> bool:
         """Whether this replica ends its share when another one is hit, rather than to leave with its newest mark.

@@ -1,4 +1,8 @@
-"""Copies this rank's sums at marks, and sends them to the process that keeps them, while training goes on."""
+"""Copies this rank's sums at marks, and sends them to the process that keeps them, while training goes on.
+
+On an accelerator the copies run beside the next forwards, which do not change the sums. The next backward does, so it
+waits for them there. On a CPU training waits for the copies.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_keeper import pack_sums_request
 from varuna.copies.share_marks import MarkedSums, ShareMark
-from varuna.devices.accelerator import is_accelerator, record_event, wait_for_event
+from varuna.devices.accelerator import is_accelerator, wait_for_event
+from varuna.devices.copy_stream import CopyStream
 from varuna.diagnostics.error_text import first_line
 from varuna.holdings.transfer_protocol import SUMS
 
@@ -37,7 +42,7 @@ class _Copy:
     copied: torch.Event | None
     """When the sums have come from the device; None: they are here."""
     copy_s: float
-    """What training waited for it."""
+    """What training's thread waited for it: on an accelerator, until the copies were launched."""
     is_sent: bool = False
 
     def wait_until_copied(self) -> None:
@@ -54,6 +59,9 @@ class ShareOwner:
         self._current: _Copy | None = None
         self._free = [HostBuffers(), HostBuffers()]
         self._series = 0
+        self._stream = CopyStream()
+        self._under_way: torch.Event | None = None
+        """The end of copies for which the computing stream does not wait yet."""
         self._copies: SimpleQueue[tuple[_Copy, int] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="varuna-shares", daemon=True).start()
 
@@ -63,22 +71,30 @@ class ShareOwner:
         return self._keeper.is_stopped or (self._current is not None and not self._current.is_sent)
 
     def copy_sums(self, mark: ShareMark, gradients: Mapping[str, Tensor]) -> None:
-        """Copies the sums into host memory. A device does so in the order of its work, so they may change at once.
+        """Copies the sums into host memory. They may change after `order_changes`.
 
         When the keeper has them, or cannot have them, the ranks of the replica are told.
         """
         began_s = time.monotonic()
         self._make_room(mark)
         buffers = self._free.pop()
-        sums = {name: buffers.copy_tensor(name, gradient) for name, gradient in gradients.items()}
-        device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
-        copied = (
-            record_event(device) if is_accelerator(device) else None
-        )  # copies from the CPU are done when they return
+        copied: torch.Event | None = None
+        if any(is_accelerator(gradient.device) for gradient in gradients.values()):
+            sums = {name: buffers.take_buffer(name, gradient) for name, gradient in gradients.items()}
+            self._under_way = copied = self._stream.update_on_host([*sums.values()], [*gradients.values()])
+        else:  # these copies are done when they return
+            sums = {name: buffers.copy_tensor(name, gradient) for name, gradient in gradients.items()}
         copy_s = time.monotonic() - began_s
         self._current = _Copy(MarkedSums(mark, sums), buffers, self._series, copied, copy_s)
         kept_count = 0 if self._common is None else self._common.marked.mark.key.micro_batches
         self._copies.put((self._current, kept_count))
+
+    def order_changes(self) -> None:
+        """What is launched next may change the sums: on an accelerator it runs after their copies. The host does not
+        wait for them."""
+        if (copied := self._under_way) is not None:
+            torch.accelerator.current_stream(copied.device).wait_event(copied)
+            self._under_way = None
 
     def _make_room(self, mark: ShareMark) -> None:
         """Leaves at most one copy, that of the newest mark of this share that all ranks have."""

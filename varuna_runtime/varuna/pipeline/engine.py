@@ -147,6 +147,8 @@ class Engine:
                 if action == WAIT:  # all that has begun is done, and the pass ends here
                     break
                 number = (run.forwards, run.recomputes, run.backwards)[action]
+                if action == Op.B and hooks.before_backward is not None:
+                    hooks.before_backward()  # not timed: a wait is no part of the op
                 with run.timer.measure_op(_OP_NAMES[action], number):
                     if action == Op.F:
                         self._run_forward(run, seed, step)

@@ -102,6 +102,9 @@ class ForwardLimit(Protocol):
 class PassHooks:
     """What happens in the course of a training pass."""
 
+    before_backward: Callable[[], None] | None = None
+    """Called before each backward, and before `before_last_backward`: nothing has changed `.grad` since the backward
+    before. No forward and no recompute comes between the call and the backward."""
     before_last_backward: Callable[[], None] | None = None
     """Called when one backward is left, after which gradients are final. Not called when there are no micro-batches, or
     the pass ends early."""

@@ -329,7 +329,7 @@ class TrainingRole:
             self._parts.ahead.begin_pass(self._progress.step, self.checkpoints.training_state)
         with (
             self._finishing_share(limit) if may_keep else nullcontext(),
-            self._marking_share(step, micro_batches, kept, may_mark=may_keep) as follow_backward,
+            self._marking_share(step, micro_batches, kept, may_mark=may_keep) as shares,
         ):
             passed = self.assembly.engine.run_training_pass(
                 micro_batches,
@@ -341,8 +341,9 @@ class TrainingRole:
                 loss_scale=loss_scale,
                 write_back_buffers=False,
                 hooks=PassHooks(
+                    before_backward=None if shares is None else shares.order_changes,
                     before_last_backward=self._mark_last_backward,
-                    after_backward=partial(self._follow_backward, follow_backward),
+                    after_backward=partial(self._follow_backward, shares),
                     limit=limit,
                 ),
             )
@@ -366,12 +367,10 @@ class TrainingRole:
         if self._parts.add_late_sums():
             self.assembly.reducer.mark_last_backward()
 
-    def _follow_backward(
-        self, mark_share: Callable[[int, PassState], None] | None, done: int, passed: PassState
-    ) -> None:
-        self._parts.add_late_sums()
-        if mark_share is not None:
-            mark_share(done, passed)
+    def _follow_backward(self, shares: RankShares | None, done: int, passed: PassState) -> None:
+        self._parts.add_late_sums()  # before a mark, which has them
+        if shares is not None:
+            shares.follow_backward(done, passed)
         if self._parts.ahead is not None:
             self._parts.ahead.begin_round_if_asked()
 
@@ -444,27 +443,27 @@ class TrainingRole:
     @contextmanager
     def _marking_share(
         self, step: TrainingStep, micro_batches: Sequence[MicroBatch], kept: KeptShare | None, *, may_mark: bool
-    ) -> Iterator[Callable[[int, PassState], None] | None]:
-        """Around a pass: copies its sums at marks. What it yields is to be called after each backward."""
+    ) -> Iterator[RankShares | None]:
+        """Around a pass: yields what copies its sums at marks, and follows each backward; None: there are no marks."""
         shares, late = self._parts.shares, self._parts.late
         is_whole = kept is None or kept.is_even
         if shares is None or not (may_mark and self._is_weight_known() and is_whole):
             yield None
             return
-        shares.begin_pass(
-            self._progress.step + 1,
-            [micro_batch.index for micro_batch in micro_batches],
-            self.assembly.stage.parameters,
-            sections=self.assembly.stage.sections,
-            kept=None
-            if kept is None
-            else EarlierSums(kept.numbers, kept.passed, have_all=None if late is None else late.have_all),
-            micro_batch=self._find_micro_batch(step),
-            micro_batch_s=self._predict_micro_batch_s(step),
-            without_sums=self._list_without_sums(),
-        )
         try:
-            yield shares.follow_backward
+            shares.begin_pass(
+                self._progress.step + 1,
+                [micro_batch.index for micro_batch in micro_batches],
+                self.assembly.stage.parameters,
+                sections=self.assembly.stage.sections,
+                kept=None
+                if kept is None
+                else EarlierSums(kept.numbers, kept.passed, have_all=None if late is None else late.have_all),
+                micro_batch=self._find_micro_batch(step),
+                micro_batch_s=self._predict_micro_batch_s(step),
+                without_sums=self._list_without_sums(),
+            )
+            yield shares
         finally:
             shares.end_pass()
 

@@ -90,12 +90,17 @@ class HostBuffers:
         Copies from a GPU are only queued: call `wait_for_copies` after the last one.
         """
         source = tensor.detach()
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = self._buffers[key] = self._make_buffer(source)
+        buffer = self.take_buffer(key, source)
         if is_accelerator(source.device):
             self._devices.add(source.device)
         buffer.copy_(source, non_blocking=True)
+        return buffer
+
+    def take_buffer(self, key: str, like: Tensor) -> Tensor:
+        """Memory for a contiguous copy of `like`, which the next copy under `key` may use, too."""
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            buffer = self._buffers[key] = self._make_buffer(like)
         return buffer
 
     def _make_buffer(self, like: Tensor) -> Tensor:
