@@ -3,7 +3,7 @@
 It has, each for ranks of the first generation: "after_forward": they fetch the late state when they have run a forward;
 "never": they fetch it when they have left; "fails": they cannot fetch it; "sums_after_backward", "sums_after_passes",
 "sums_never": the same of sums; "dies": it kills itself before its first forward there; "dies_at_end": after its passes,
-when all ranks have their late state.
+when all ranks have their late state. "only_sums": no state is late on any rank.
 
 `late.rank*.json` is left by each rank that fills its late state before an update: how many forwards it has run before,
 and how many backwards when it fetched its sums.
@@ -22,6 +22,7 @@ import training_script
 from late_marks import LateMarks
 from varuna.checkpoint import CheckpointError
 from varuna.pipeline.engine import Engine
+from varuna.roles import membership
 from varuna.roles.late_state import LateState
 from varuna.roles.moving import StageMove
 from waiting import wait_until
@@ -79,6 +80,8 @@ def hold_up(late: dict[str, Any], rank: int, out: Path) -> None:
         note = {"forwards": ran["forwards"], "bytes": state.bytes, "backwards_before_sums": backwards}
         (out / f"late.rank{rank}.json").write_text(json.dumps(note))
 
+    if late.get("only_sums"):
+        membership.may_be_late = lambda: False
     LateState.fill = fill_and_note  # type: ignore[method-assign,assignment]
     LateState.wait_for_sums = note_and_wait  # type: ignore[method-assign,assignment]
     StageMove.read_for_update = read_later  # type: ignore[method-assign,assignment]

@@ -442,10 +442,11 @@ class GenerationMembership:
         they had. New processes take it.
         """
         parts, rest = self._parts, None if step is None else step.rest
-        # New processes are in their scripts, which may read the whole state before the step. Copies of the new stages
-        # are made in the rest of the step: with one replica, another loss in it needs them. Those of a stage that no
-        # process has are not kept beyond the move.
-        needs_all = any(one.is_new for one in meeting.members) or bool(parts.worker.environment.keepers)
+        # New processes are in their scripts, which may read the whole state before the step. One replica copies its new
+        # stages in the rest of the step, because another loss in it needs the copies. Those of a stage that no process
+        # has are not kept beyond the move.
+        environment = parts.worker.environment
+        needs_all = any(one.is_new for one in meeting.members) or bool(environment.keepers and environment.plan.d == 1)
         needs_all |= bool(list_only_copied(meeting.members, parts.section_count))
         is_late = step is not None and step.totals is None and not needs_all and may_be_late()
         sums, are_late = None if rest is None else rest.sums, are_sums_late(rest)

@@ -21,13 +21,23 @@ STEPS, LOST_IN = 6, 4
 
 
 def lose_one(
-    stack: ExitStack, zygote: Zygote, folder: Path, task: Task, late: dict[str, Any], *, p: int = 3
+    stack: ExitStack,
+    zygote: Zygote,
+    folder: Path,
+    task: Task,
+    late: dict[str, Any],
+    *,
+    p: int = 3,
+    keepers: tuple[int, ...] = (),
 ) -> SurvivorWorld:
-    """2×2 loses rank 1 in a step, and the others take the stages of 3×1, or of another `p`."""
+    """2×2 loses rank 1 in a step, and the others take the stages of 3×1, or of another `p`.
+
+    `keepers`: of copies of the new stages.
+    """
     wanted = {"die": {"rank": 1, "step": LOST_IN}, "late": late}
     world = SurvivorWorld(stack, zygote, folder, task, 2, 2, script=SCRIPT, wanted=wanted)
     world.wait_until_left({1})
-    world.go_on_as(replace(world.plan, p=p, d=3 // p), [3, 0, 2])
+    world.go_on_as(replace(world.plan, p=p, d=3 // p), [3, 0, 2], keepers=keepers)
     return world
 
 
@@ -54,6 +64,26 @@ def test_passes_run_before_the_optimizers_state_is_there(more: dict[str, Any], z
         assert any(one.late_bytes > one.peer_bytes > 0 for one in ready.values())
 
 
+def test_replicas_copy_their_states_when_these_are_no_longer_late(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=30)
+    with ExitStack() as stack:
+        world = lose_one(stack, zygote, tmp_path, task, {}, p=1, keepers=(1,))
+        assert_exact(world.finish(), train_plainly(task), task)
+        ready = world.ends[0].wait_for_number("ready", 2).ready
+        assert ready.late_bytes > 0
+        newest = world.ends[0].steps()[-1]
+        assert newest.copied_step >= LOST_IN
+        assert not newest.copies_obstacle
+
+
+def test_one_replica_that_copies_its_states_has_them_before_the_passes(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        world = lose_one(stack, zygote, tmp_path, task, {}, keepers=(1, 2, 0))
+        assert_exact(world.finish(), train_plainly(task), task)
+        assert world.ends[0].wait_for_number("ready", 2).ready.late_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("held_until", "more"),
     [
@@ -76,15 +106,14 @@ def test_passes_run_before_the_sums_are_there(
 
 
 def test_a_rank_is_lost_before_others_have_their_sums(zygote: Zygote, tmp_path: Path) -> None:
-    """The whole state is there, as where new processes come or states are copied: the others go on in place, without
-    what the sums had."""
+    """The whole state is there, as where new processes come: the others go on in place, without what the sums had."""
     task = Task(steps=STEPS, doubled=True)
     with ExitStack() as stack:
-        late = {"sums_never": [3], "dies": [2]}
+        late = {"sums_never": [3], "dies": [2], "only_sums": True}
         wanted = {"die": {"rank": 1, "step": LOST_IN}, "late": late}
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 3, script=SCRIPT, wanted=wanted)
         world.wait_until_left({1})
-        world.go_on_as(replace(world.plan, p=1, d=4), [3, 0, 2, 5], keepers=(1, 2, 3, 0))
+        world.go_on_as(replace(world.plan, p=1, d=4), [3, 0, 2, 5])
         world.go_on({2})
         assert_exact(world.finish(), train_plainly(task), task)
         left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in (0, 3, 5)]
