@@ -403,7 +403,7 @@ class SnapshotLoader:
             resumed_step=progress.resumed_step,
             mean_step_s=progress.mean_step_s,
             first_step_after_s=None if progress.started_at is None else progress.started_at - facts.created_at,
-            stepped_at=progress.last_step_at or facts.created_at,
+            stepped_at=progress.last_step_at or progress.running_at or facts.created_at,
             micro_batches_left=progress.micro_batches_left,
             not_finite_from=progress.not_finite_from,
             steps_skipped=progress.steps_skipped,

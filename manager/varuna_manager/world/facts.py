@@ -164,6 +164,7 @@ class GenerationProgress(NamedTuple):
     micro_batches_left: int | None = None
     copies_obstacle: str | None = None
     marks_obstacle: str | None = None
+    running_at: float | None = None
 
     @property
     def mean_step_s(self) -> float | None:

@@ -566,6 +566,29 @@ async def test_an_evaluation_is_progress(database: Database, jobs: JobService, c
     assert registry.evaluated_s(job_id, 1, {"vm"}) is None, "workers that are gone are forgotten"
 
 
+async def test_the_first_step_counts_from_when_all_ranks_had_started(
+    database: Database, jobs: JobService, reports: ReportService, clock: Clock
+) -> None:
+    job_id = (await jobs.submit_job(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    loader = SnapshotLoader(database, World(database, VmRegistry(), clock), Rules(), clock)
+
+    async def since_s() -> float:
+        (loaded,) = (await loader.load_snapshot()).jobs
+        assert loaded.view.generation is not None
+        return clock.now - loaded.view.generation.stepped_at
+
+    clock.now = 50.0 + 12
+    assert await since_s() == 12, "since it was made"
+    started = pb.WorkerStarted(job_id=job_id, generation=1, rank=0, pid=1)
+    await reports.apply_reports("vm", [pb.Report(number=1, worker_started=started)])
+    clock.now += 5
+    assert await since_s() == 5
+    await reports.apply_reports("vm", [steps(job_id, 1, 1)])
+    clock.now += 3
+    assert await since_s() == 3
+
+
 async def test_what_happens_while_a_vm_is_silent_is_not_held_against_its_workers(
     database: Database, jobs: JobService, clock: Clock
 ) -> None:
