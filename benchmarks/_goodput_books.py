@@ -265,7 +265,7 @@ def make_system(run: PlayedRun, morphs: Sequence[PlayedMorph], base: System) -> 
         fixed_s=fixed_s,
         detect_s=statistics.median(noticed) if noticed else base.detect_s,
         save_stall_s=run.between_s / run.checkpoints if run.checkpoints else base.save_stall_s,
-        saves_beside_passes=False,
+        copies_beside_passes=False,
     )
 
 

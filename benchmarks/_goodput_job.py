@@ -20,8 +20,8 @@ from _goodput_setting import Plans, Start, State, Stop, System
 
 from varuna.copies.parting import list_lonely
 from varuna_manager.domain.leaving_step import predict_fill_s
-from varuna_planner.liveput.copies import CopiedParts
-from varuna_planner.liveput.morph_cost import SUMS_PART, MorphCost, MorphKind, MovingTime
+from varuna_planner.liveput.copies import CopiedParts, predict_copying_share
+from varuna_planner.liveput.morph_cost import SUMS_PART, MorphCost, MorphKind, MovingTime, StateMoves
 from varuna_planner.liveput.spot_trace import SpotTrace
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Plan
@@ -195,7 +195,7 @@ class ReplayedJob:
                 what = "saving"
             else:
                 what, rate = "trained", plan.examples_per_s
-                self._copying_s += seconds / 3600 * self._find_copied(generation).own_s
+                self._copying_s += seconds * self._predict_copying_share(generation)
         self._booked[what] += seconds
         if rate:
             self.done += rate * seconds
@@ -280,6 +280,16 @@ class ReplayedJob:
         is_long = marks_s is not None and plan.predicted_minibatch_s > marks_s
         return CopiedParts(states=copied.states and len(generation.vms) > 1, marks=is_marked and is_long)
 
+    def _predict_copying_share(self, generation: ReplayedGeneration) -> float:
+        """Of its training, what copies and marks take."""
+        plan = generation.plan
+        return predict_copying_share(
+            self._find_copied(generation),
+            step_s=plan.predicted_minibatch_s,
+            send_s=self.state.read_store_s(plan),
+            beside_passes=self.system.copies_beside_passes,
+        )
+
     def _can_keep(self, generation: ReplayedGeneration) -> bool:
         """Whether each stage has a survivor, or one that has its copy."""
         p, alive = generation.plan.p, set(generation.list_alive())
@@ -363,7 +373,7 @@ class ReplayedJob:
             elif action.before_vms_leave and is_ready:
                 self._lose_ranks(now, generation, self._list_leaving_ranks(now, generation))
                 self._settle(now)
-            elif not is_ready or self.system.sums_copied_s is not None:
+            elif (action.at_once and not is_ready) or self.system.sums_copied_s is not None:
                 generation.ended_s = now
             return
         assert generation is None or not generation.live, "one generation at a time"
@@ -455,21 +465,22 @@ class ReplayedJob:
         if self.system.prepares and before is not None and before.first_loss_s is None:
             return 0.0
         alive = self.holding.list_holders(self.there)
-        moving = _predict_from_alive(self.state, start, self.holding.plan, alive)
+        moves = _predict_from_alive(self.state, start, self.holding.plan, alive)
         if kind is not MorphKind.IN_PLACE or before is None:
-            return moving.whole_s
+            return moves.to_new_s
+        moving = moves.in_place
         rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
         # What is kept of the step moves, too.
         sums_s = SUMS_PART * moving.whole_s * (self.done > 1e-9 * start.plan.global_batch)
         if before.stop is not None and before.stop.has_state and before.first_loss_s is None:
-            moving = MovingTime(0.0, 0.0)
-        elif not set(start.vms) <= set(before.vms) or self._find_wanted_copies(start).states:
-            # New processes take all of the state before they train, and so do workers that copy it: they begin at once.
-            moving = MovingTime(moving.whole_s, 0.0)
+            moving = MovingTime()
+        elif not set(start.vms) <= set(before.vms) or (self._find_wanted_copies(start).states and start.plan.d == 1):
+            # New processes take all of the state before they train, and so does one replica that copies it.
+            moving = MovingTime(moving.whole_s)
         return moving.with_sums(sums_s).predict_wait_s(rest_s)
 
 
-def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> MovingTime:
+def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> StateMoves:
     """`alive`: the VM that has each old rank's part; empty: none."""
     by_stage = {
         stage: [vm for rank, vm in enumerate(alive) if rank % before.p == stage and vm] for stage in range(before.p)

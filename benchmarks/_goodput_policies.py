@@ -43,7 +43,7 @@ from varuna_manager.domain.states import (
 from varuna_planner.liveput.checkpoint_interval import Cadence
 from varuna_planner.liveput.copies import CopiedParts
 from varuna_planner.liveput.hazard import holder_losses_per_hour, list_bursts, removals_per_vm_hour
-from varuna_planner.liveput.morph_cost import MorphKind, MovingTime, expected_life_s, worthwhile_ratio
+from varuna_planner.liveput.morph_cost import NO_MOVES, MorphKind, expected_life_s, worthwhile_ratio
 from varuna_planner.placement import place
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Device, Plan
@@ -185,6 +185,7 @@ class ManagersRules:
             self.reasons.append((now, action.reason))
             is_within = action.mode is StopMode.HOLD_WITHIN_STEP
             return Stop(
+                at_once=action.mode is StopMode.LEAVE_NOW,
                 within_step=is_within,
                 has_state=is_within and self._has_sent(view),
                 before_vms_leave=action.cause is EndCause.NOTICE
@@ -217,7 +218,7 @@ class ManagersRules:
             since = self._newcomers.sending_since
             self._newcomers = replace(self._newcomers, wanted=wanted, sending_since=now if since is None else since)
             assert view.proposal is not None
-            self._sending_s = SENDING_SLOWDOWN * view.proposal.moving_s
+            self._sending_s = SENDING_SLOWDOWN * view.proposal.moves.in_place.whole_s
             job.look_again(self._find_sent_s(job))
 
     def _find_sent_s(self, job: ReplayedJob) -> float:
@@ -267,7 +268,11 @@ class ManagersRules:
         )
 
     def _choose_copies(self, plan: Plan, vms: Sequence[str], system: System) -> CopiedParts:
-        save = SaveCost(stall_s=system.save_stall_s, write_s=self._state.read_store_s(plan))
+        save = SaveCost(
+            stall_s=system.save_stall_s,
+            write_s=self._state.read_store_s(plan),
+            beside_passes=system.copies_beside_passes,
+        )
         facts = CopiesFacts(fleet=self._fleet, step_s=plan.predicted_minibatch_s, save=save)
         choice = choose_copies(Copies.AUTO, plan, vms, {}, facts)
         return CopiedParts(states=bool(choice.keepers), marks=choice.marks)
@@ -296,11 +301,11 @@ class ManagersRules:
         previous = {} if before is None else {Device(vm, 0): rank for rank, vm in enumerate(before.vms)}
         previous_p = None if before is None else before.plan.p
         placement = place(plan.p, plan.d, devices, previous, previous_p=previous_p)
-        moving = MovingTime(0.0, 0.0)
+        moves = NO_MOVES
         if before is not None:
             vms = [device.vm_id for device in placement]
-            moving = self._state.predict_moving(plan, vms, before.plan, before.vms)
-        return Proposal(plan=plan, placement=placement, moving_s=moving.whole_s, late_s=moving.late_s)
+            moves = self._state.predict_moving(plan, vms, before.plan, before.vms)
+        return Proposal(plan=plan, placement=placement, moves=moves)
 
     def _view_vms(self, now: float, job: ReplayedJob) -> Mapping[str, VmView]:
         views = {vm: VmView(id=vm, state=VmState.READY, ready_since=since - 1e-6) for vm, since in job.vms.items()}
@@ -362,7 +367,7 @@ class ManagersRules:
             ),
             keepers=tuple(generation.keepers) if generation.copied.states else (),
             progress_at=generation.stepped_s,
-            stepped_at=generation.stepped_s,
+            stepped_at=generation.stepped_s if generation.steps or now < generation.ready_s else generation.ready_s,
             micro_batches_left=round((generation.plan.global_batch - generation.kept) / generation.plan.micro_batch),
             plan=generation.plan,
             last_step=step if generation.steps else None,

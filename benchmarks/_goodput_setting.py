@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from varuna_planner.liveput.copies import CopiedParts
-from varuna_planner.liveput.morph_cost import MorphKind, MovingTime, predict_moving
+from varuna_planner.liveput.morph_cost import MorphKind, StateMoves, predict_moving
 from varuna_planner.profile.document import Profile
-from varuna_proto.plan import Plan
+from varuna_proto.plan import Device, Plan
 
 
 class Plans(Protocol):
@@ -49,16 +49,16 @@ class System:
     started ahead."""
     prepares: bool = False
     """Whether the state moves while the generation before still trains, where that is not lost."""
-    detect_s: float = 3.0
-    """The time until a loss is noticed. Replicas that are not hit train meanwhile."""
+    detect_s: float = 2.0
+    """The time until a loss is noticed, as measured for a silent VM. Replicas that are not hit train meanwhile."""
     save_stall_s: float = 0.5
     """What the copy of a state takes that is saved."""
-    saves_beside_passes: bool = False
-    """Whether training does not stand still for it, in steps that take longer."""
+    copies_beside_passes: bool = False
+    """Whether states and sums are copied while passes run, in steps that take longer. If not, training stands still."""
 
     def find_stall_s(self, plan: Plan) -> float:
         """How long training stands still for a save."""
-        is_hidden = self.saves_beside_passes and plan.predicted_minibatch_s > self.save_stall_s
+        is_hidden = self.copies_beside_passes and plan.predicted_minibatch_s > self.save_stall_s
         return 0.0 if is_hidden else self.save_stall_s
 
 
@@ -74,8 +74,8 @@ class State:
     @classmethod
     def of_profile(cls, profile: Profile) -> State:
         return cls(
-            section_bytes=tuple(one.parameter_bytes + one.optimizer_bytes for one in profile.sections),
-            parameter_bytes=tuple(one.parameter_bytes for one in profile.sections),
+            section_bytes=tuple(one.state_bytes for one in profile.sections),
+            parameter_bytes=tuple(one.value_bytes for one in profile.sections),
             link_bytes_per_s=profile.links.other_vm.bandwidth_bytes_per_s,
         )
 
@@ -85,16 +85,16 @@ class State:
         stages = [sum(self.section_bytes[first:stop]) for first, stop in itertools.pairwise(bounds)]
         return max(stages) / self.link_bytes_per_s
 
-    def predict_moving(self, plan: Plan, vms: Sequence[str], before: Plan, holders: Sequence[str]) -> MovingTime:
+    def predict_moving(self, plan: Plan, vms: Sequence[str], before: Plan, holders: Sequence[str]) -> StateMoves:
         """How long processes on `vms` take the state of `before` from the memories of `holders`."""
         return predict_moving(
             self.section_bytes,
             self.parameter_bytes,
             self.link_bytes_per_s,
             stage_starts=plan.stage_starts,
-            placement=vms,
+            placement=[Device(vm, 0) for vm in vms],
             held_starts=before.stage_starts,
-            holders=holders,
+            holders=[Device(vm, 0) for vm in holders],
         )
 
 
@@ -114,6 +114,8 @@ class Start:
 class Stop:
     """Leave for another shape: at the end of the step, or at once if gradient sums move."""
 
+    at_once: bool = False
+    """If it has not begun to train, it does not."""
     within_step: bool = False
     """Leave at once, with what is done of the step: pipelines drain and fill once more."""
     before_vms_leave: bool = False

@@ -92,7 +92,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, nargs="+", default=[TRACE], help="(default: %(default)s)")
     parser.add_argument("--global-batch", type=int, nargs="+", default=[8192, 2400, 512])
-    parser.add_argument("--detect-s", type=float, default=3.0, help="until a loss is noticed (default: %(default)s)")
+    parser.add_argument(
+        "--detect-s", type=float, default=System.detect_s, help="until a loss is noticed (default: %(default)s)"
+    )
     parser.add_argument(
         "--notice-s", type=float, default=0.0, help="VMs have notice so long before they go (default: none)"
     )
@@ -114,7 +116,10 @@ def main() -> None:
 
 
 def run(
-    traces: dict[str, SpotTrace], global_batches: Sequence[int], detect_s: float = 3.0, notice_s: float = 0.0
+    traces: dict[str, SpotTrace],
+    global_batches: Sequence[int],
+    detect_s: float = System.detect_s,
+    notice_s: float = 0.0,
 ) -> dict[str, Any]:
     """Replays each trace once for each global batch and policy."""
     profile = synthesise(MODEL, built_in(), GPU, NETWORK)
@@ -175,14 +180,14 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
     old = System(fixed_s=dict.fromkeys(MorphKind, VARUNA_2021_S), detect_s=detect_s)
     parcae_s = sum(PARCAE_S) / 2
     parcae = System(fixed_s=dict.fromkeys(MorphKind, parcae_s), survivors=True, copies=True, detect_s=detect_s)
-    before = System(fixed_s=PRIOR_FIXED_S, saves_beside_passes=True, detect_s=detect_s)
+    before = System(fixed_s=PRIOR_FIXED_S, copies_beside_passes=True, detect_s=detect_s)
     design = System(
         fixed_s=dict.fromkeys(MorphKind, PRIOR_FIXED_S[MorphKind.IN_PLACE]),
         survivors=True,
         copies=True,
         sums_copied_s=SUMS_COPIED_S,
         prepares=True,
-        saves_beside_passes=True,
+        copies_beside_passes=True,
         detect_s=detect_s,
     )
     saves = make_saves(trace, state, before)
@@ -212,7 +217,7 @@ def make_system_of_today(*, copies: bool, detect_s: float = System.detect_s) -> 
         survivors=True,
         moves=True,
         starts_ahead_s=STARTED_AHEAD_S,
-        saves_beside_passes=True,
+        copies_beside_passes=True,
         detect_s=detect_s,
     )
     return replace(now, copies=True, marks_s=MARKS_S) if copies else now

@@ -111,7 +111,7 @@ def _make_option(job: JobView, before: Plan, proposal: Proposal, kept: float, *,
     are made of whole ones of the smaller size."""
     plan = proposal.plan
     assert plan is not None
-    cost, moved = replace(predict_restart(job), moving_s=proposal.moving_s), 0.0
+    cost, moved = replace(predict_restart(job), moving_s=proposal.moves.to_new_s), 0.0
     if moves:
         moved = 0.0 if shared_micro_batch(plan.micro_batch, before.micro_batch) is None else kept
         moving_s = _predict_moving_s(job, proposal, left=before.global_batch - moved, with_sums=moved > 0)
@@ -122,13 +122,15 @@ def _make_option(job: JobView, before: Plan, proposal: Proposal, kept: float, *,
 
 def _predict_moving_s(job: JobView, proposal: Proposal, *, left: float, with_sums: bool) -> float:
     """How long processes that move wait for their state. `left`: examples of the step that they run, meanwhile its sums
-    and what only its update reads may come. New processes wait for all of the state, and so do those that copy it."""
-    generation = job.generation
-    assert proposal.plan is not None
-    waits = generation is None or generation.keepers or not generation.devices.issuperset(proposal.placement)
-    moving = MovingTime(proposal.moving_s, 0.0 if waits else proposal.late_s)
-    sums_s = SUMS_PART * proposal.moving_s if with_sums else 0.0
-    return moving.with_sums(sums_s).predict_wait_s(left / proposal.plan.examples_per_s)
+    and what only its update reads may come. New processes wait for all of the state, and so do those of one replica
+    that copy it."""
+    generation, plan, moving = job.generation, proposal.plan, proposal.moves.in_place
+    assert plan is not None
+    copies = generation is not None and bool(generation.keepers) and plan.d == 1
+    sums_s = SUMS_PART * moving.whole_s if with_sums else 0.0
+    if generation is None or copies or not generation.devices.issuperset(proposal.placement):
+        moving = MovingTime(moving.whole_s)
+    return moving.with_sums(sums_s).predict_wait_s(left / plan.examples_per_s)
 
 
 def predict_kept_examples(job: JobView, ended: GenerationView) -> float:

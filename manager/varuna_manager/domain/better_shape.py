@@ -42,7 +42,7 @@ def gpu_limit(job: JobView) -> int | None:
 
 def predict_restart(job: JobView) -> MorphCost:
     """What the morph to the proposed shape costs, with the state from memories."""
-    moving_s = 0.0 if job.proposal is None else job.proposal.moving_s
+    moving_s = 0.0 if job.proposal is None else job.proposal.moves.to_new_s
     return MorphCost(kind=MorphKind.FROM_MEMORY, fixed_s=job.morphs.cost_s, moving_s=moving_s)
 
 

@@ -51,8 +51,11 @@ class SaveCost:
     """What a save of a generation is predicted to take."""
 
     stall_s: float = 0.0
-    """Of training, which stands still."""
+    """For the copy of a stage's state in the host's memory."""
     write_s: float = 0.0
+    """Until that is in the store, and as long for a copy of it that goes to another VM."""
+    beside_passes: bool = False
+    """Whether states are copied while passes run, as on an accelerator. If not, training stands still."""
     pinned_interval_s: float | None = None
     """Between saves, as the job file says; None: as often as pays."""
 
@@ -179,6 +182,7 @@ def _expect_losses(
         step_s=max(facts.step_s, _SHORTEST_STEP_S),
         save_stall_s=save.stall_s,
         save_write_s=save.write_s,
+        copies_beside_passes=save.beside_passes,
         save_interval_s=save.pinned_interval_s,
     )
     if not exposure.is_overdue(facts.unsaved.most * facts.step_s):

@@ -60,8 +60,9 @@ def render_gain_within_step(
     if rest_s < LEAST_REST_S or _has_only_just_begun(now, generation):
         return ""
     rest_after_s = rest_s * present_rate / after.examples_per_s
-    gain_s = rest_s - rest_after_s + has_state * proposal.moving_s
-    sums_s = max(0.0, SUMS_PART * proposal.moving_s - rest_after_s)
+    moving_s = proposal.moves.in_place.whole_s
+    gain_s = rest_s - rest_after_s + has_state * moving_s
+    sums_s = max(0.0, SUMS_PART * moving_s - rest_after_s)
     cost_s = predict_fill_s(before) + predict_fill_s(after) + sums_s
     if gain_s <= cost_s:
         return ""

@@ -25,6 +25,7 @@ from varuna_manager.domain.states import (
     WaitKind,
     WorkerState,
 )
+from varuna_planner.liveput.morph_cost import NO_MOVES, StateMoves
 from varuna_proto.plan import Device, Plan
 
 _OVERDUE_INTERVALS = 2.0
@@ -138,10 +139,9 @@ class Proposal:
     """False: there is no plan for any number of GPUs."""
     present_examples_per_s: float | None = None
     """The rate of the running generation's shape by the same profile; None: none runs, or it does not fit."""
-    moving_s: float = 0.0
-    """The time in which the state goes from the memories of the newest generation to this placement."""
-    late_s: float = 0.0
-    """The part of it for what only updates read: where no process is new, that comes while the next step trains."""
+    moves: StateMoves = NO_MOVES
+    """The time in which the state goes from the memories of the newest generation to this placement. What is late of
+    it comes while the next step trains, if no process is new."""
     keeping: Proposal | None = None
     """The answer for the devices of the survivors alone, with a micro-batch that keeps the step under way; None: it was
     not asked for, or there is none."""
@@ -393,7 +393,7 @@ class GenerationView:
     first_step_after_s: float | None = None
     """Seconds from its making to the end of its first step; None: it has made none."""
     stepped_at: float = 0.0
-    """When it last completed a step; before its first: when it was made."""
+    """When it last completed a step; before its first: when all its ranks had started, or it was made."""
     micro_batches_left: int | None = None
     """Those of the step under way that it had to run when it began; None: not known, or all."""
     not_finite_from: int | None = None

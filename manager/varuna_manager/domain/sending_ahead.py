@@ -37,8 +37,9 @@ def is_sending_awaited(
         present_rate: its examples/s.
         wait_s: how long after the first wish for the next generation this may begin, whatever its shape.
     """
-    sending_s = SENDING_SLOWDOWN * proposal.moving_s
-    if proposal.moving_s < _LEAST_MOVING_S or generation.step_s < sending_s + LEAST_REST_S:
+    moving_s = proposal.moves.in_place.whole_s
+    sending_s = SENDING_SLOWDOWN * moving_s
+    if moving_s < _LEAST_MOVING_S or generation.step_s < sending_s + LEAST_REST_S:
         return False  # there is little to gain, or the step would be over before
     if view is None or view.wanted.request != wanted.request or view.sending_since is None:
         assert proposal.plan is not None
@@ -46,7 +47,7 @@ def is_sending_awaited(
             return False  # what is planned has changed again and again
         rest_s = predict_rest_s(now, generation)
         until_s = sending_s if rest_s >= sending_s + LEAST_REST_S else rest_s + sending_s
-        return until_s * (1.0 - present_rate / proposal.plan.examples_per_s) < proposal.moving_s
+        return until_s * (1.0 - present_rate / proposal.plan.examples_per_s) < moving_s
     if has_sent_ahead(generation, wanted, view):
         return predict_rest_s(now, generation) < LEAST_REST_S and _is_patient(now, generation, view, sending_s)
     return _is_patient(now, generation, view, sending_s)

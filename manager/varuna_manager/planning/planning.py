@@ -19,7 +19,7 @@ from varuna_manager.domain.keepers import SaveCost
 from varuna_manager.domain.observed import Proposal
 from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile, sum_gpu_counts
 from varuna_planner.liveput.checkpoint_interval import StopCosts
-from varuna_planner.liveput.morph_cost import MEMORY_BYTES_PER_S, MovingTime, predict_moving
+from varuna_planner.liveput.morph_cost import MEMORY_BYTES_PER_S, NO_MOVES, StateMoves, predict_moving
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Device, Plan
 from varuna_proto.wording import count_of
@@ -239,15 +239,14 @@ def _choose(question: PlanQuestion) -> Proposal:
         return Proposal(plan=None, candidates=candidates, reason=reason, possible=possible)
     plan = choice.best
     placement = _place(plan, question)
-    moving = _predict_moving(plan, placement, question)
+    moves = _predict_moves(plan, placement, question)
     return Proposal(
         plan=plan,
         placement=placement,
         candidates=candidates,
         reason=choice.reason,
         present_examples_per_s=None if question.present is None else _predict_present(question, question.present),
-        moving_s=moving.whole_s,
-        late_s=moving.late_s,
+        moves=moves,
         keeping=_propose_keeping(question),
     )
 
@@ -286,8 +285,7 @@ def _propose_keeping(question: PlanQuestion) -> Proposal | None:
         return None
     of_survivors = replace(question, devices=question.survivors)
     placement = _place(plan, of_survivors)
-    moving = _predict_moving(plan, placement, of_survivors)
-    return Proposal(plan=plan, placement=placement, moving_s=moving.whole_s, late_s=moving.late_s)
+    return Proposal(plan=plan, placement=placement, moves=_predict_moves(plan, placement, of_survivors))
 
 
 def _choose_for_survivors(question: PlanQuestion, pins: Pins | None = None) -> Plan | None:
@@ -318,26 +316,25 @@ def _predict_save(profile_json: str, plan: Plan) -> SaveCost:
     profile = parsed_profile(profile_json)
     bounds = [*(plan.stage_starts or (0,)), len(profile.sections)]
     stages = [profile.sections[first:stop] for first, stop in pairwise(bounds)]
-    state_bytes = max(
-        (sum(section.parameter_bytes + section.optimizer_bytes for section in stage) for stage in stages), default=0
-    )
+    state_bytes = max((sum(section.state_bytes for section in stage) for stage in stages), default=0)
     return SaveCost(
         stall_s=min(state_bytes / MEMORY_BYTES_PER_S, StopCosts.save_stall_s),
         write_s=state_bytes / profile.links.other_vm.bandwidth_bytes_per_s,
+        beside_passes=profile.is_of_accelerator,
     )
 
 
-def _predict_moving(plan: Plan, placement: tuple[Device, ...], question: PlanQuestion) -> MovingTime:
+def _predict_moves(plan: Plan, placement: tuple[Device, ...], question: PlanQuestion) -> StateMoves:
     """The time in which processes take the state from those of the previous generation; 0: there are none."""
     profile, starts = parsed_profile(question.profile_json), question.previous_starts
     if not starts or len(starts) != question.previous_p or max((*starts, *plan.stage_starts)) >= len(profile.sections):
-        return MovingTime(0.0, 0.0)
+        return NO_MOVES
     return predict_moving(
-        [section.parameter_bytes + section.optimizer_bytes for section in profile.sections],
-        [section.parameter_bytes for section in profile.sections],
+        [section.state_bytes for section in profile.sections],
+        [section.value_bytes for section in profile.sections],
         profile.links.other_vm.bandwidth_bytes_per_s,
         stage_starts=plan.stage_starts,
-        placement=[device.vm_id for device in placement],
+        placement=placement,
         held_starts=starts,
-        holders=[device.vm_id for device in question.previous],
+        holders=question.previous,
     )

@@ -13,13 +13,23 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from varuna_planner.liveput.checkpoint_interval import Cadence
-from varuna_planner.liveput.morph_cost import MARKS_S
+from varuna_planner.liveput.morph_cost import MARKS_S, SUMS_PART
 
-__all__ = ["MARKS_SHARE", "NOTHING", "STATES_SHARE", "CopiedParts", "LossExposure", "choose_copies"]
+__all__ = [
+    "MARKS_SHARE",
+    "NOTHING",
+    "SENDING_SHARE",
+    "CopiedParts",
+    "LossExposure",
+    "choose_copies",
+    "predict_copying_share",
+]
 
-STATES_SHARE: Final = 0.02
-"""Of the time, what copies of states take. Measured on processors that train at the same time: steps are 2 % longer
-(95 % interval 1.012 to 1.029) at 22 MB, and 1.8 % (0.991 to 1.053) at 200 MB; docs/benchmarks.md. Assumed for GPUs."""
+SENDING_SHARE: Final = 0.02
+"""Of the time in which copies are sent, what they take of training. Measured on processors that train at the same time,
+where they are sent all the time, as slowly as training hardly feels it: steps are 2 % longer (95 % interval 1.012 to
+1.029) at 22 MB, and 1.8 % (0.991 to 1.053) at 200 MB; docs/benchmarks.md. Assumed for GPUs, whose processors are idle,
+so that copies go at the links' speed."""
 MARKS_SHARE: Final = 0.01
 """Of the time, the most that training waits for copies of sums. Where these take longer, there are fewer marks
 (`varuna.copies.rank_shares`)."""
@@ -44,13 +54,22 @@ class CopiedParts(NamedTuple):
         names = ["copies of states"] * self.states + ["marks"] * self.marks
         return " and ".join(names) or "no copies"
 
-    @property
-    def own_s(self) -> float:
-        """What they take of an hour."""
-        return _HOUR_S * (STATES_SHARE * self.states + MARKS_SHARE * self.marks)
-
 
 NOTHING: Final = CopiedParts()
+
+
+def predict_copying_share(kept: CopiedParts, *, step_s: float, send_s: float, beside_passes: bool) -> float:
+    """Of the time, what the copies take of training.
+
+    Args:
+        send_s: how long a stage's state is sent over its VM's link.
+        beside_passes: whether they are copied while passes run, as on an accelerator.
+    """
+    if not beside_passes:
+        return SENDING_SHARE * kept.states + MARKS_SHARE * kept.marks
+    states = kept.states * min(1.0, send_s / step_s)
+    marks = kept.marks * min(1.0, SUMS_PART * send_s / MARKS_S)
+    return SENDING_SHARE * (states + marks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +90,11 @@ class LossExposure:
     step_s: float
     """Above 0."""
     save_stall_s: float
-    """How long training stands still for a save."""
+    """How long the copy of a state takes that is saved."""
     save_write_s: float
     """How long a save is written, as long as a copy of the same state is sent."""
+    copies_beside_passes: bool = False
+    """Whether states and sums are copied while passes run. If not, training stands still."""
     save_interval_s: float | None = None
     """Between saves, where the user says so; None: as often as pays (`Cadence`)."""
     unsaved_s: float | None = None
@@ -84,20 +105,28 @@ class LossExposure:
         period_s = self._predict_save_period_s(self.store_stops_per_hour) + self.save_write_s
         return trained_s > max(_SHORTEST_PROOF_S, _MISSED_SAVES * period_s)
 
+    def predict_copying_s(self, kept: CopiedParts) -> float:
+        """The seconds of an hour that the copies take."""
+        return _HOUR_S * predict_copying_share(
+            kept, step_s=self.step_s, send_s=self.save_write_s, beside_passes=self.copies_beside_passes
+        )
+
     def predict_lost_s(self, kept: CopiedParts) -> float:
         """The seconds that losses of VMs, saves and the copies themselves cost of an hour."""
         store_stops = self.copied_store_stops_per_hour if kept.states else self.store_stops_per_hour
         period_s = self._predict_save_period_s(store_stops)
-        redone_s = period_s / 2 + self.save_stall_s + self.save_write_s
+        stall_s = 0.0 if self.copies_beside_passes and self.step_s > self.save_stall_s else self.save_stall_s
+        redone_s = period_s / 2 + stall_s + self.save_write_s
         if self.unsaved_s is not None:  # all is done again, with half of the hour on average
             redone_s = self.unsaved_s + _HOUR_S / 2
-        saves_s = _HOUR_S * self.save_stall_s / period_s
+        saves_s = _HOUR_S * stall_s / period_s
         copied_stops = self.store_stops_per_hour - store_stops
         rounds_s = _ROUNDS_BEHIND * max(0.0, self.save_write_s - self.step_s)
         # Without a mark, half a step's work is lost on average, and with marks half of what is between two of them.
-        part_s = (min(self.step_s, MARKS_S) if kept.marks else self.step_s) / 2
+        marks_s = max(MARKS_S, SUMS_PART * self.save_write_s)  # the next one is made when the newest has been sent
+        part_s = (min(self.step_s, marks_s) if kept.marks else self.step_s) / 2
         steps_s = (self.bursts_per_hour - store_stops) * self.hit_share * part_s
-        return kept.own_s + saves_s + store_stops * redone_s + copied_stops * rounds_s + steps_s
+        return self.predict_copying_s(kept) + saves_s + store_stops * redone_s + copied_stops * rounds_s + steps_s
 
     def _predict_save_period_s(self, store_stops: float) -> float:
         """Between the starts of two saves, which are at the ends of steps."""
@@ -120,7 +149,7 @@ def choose_copies(exposure: LossExposure, possible: Collection[CopiedParts]) -> 
     text = (
         f"{best.name} are kept: about {_render(exposure.losses_per_hour)} VMs are lost an hour, which takes "
         f"{_render(lost_s[NOTHING])} s of it, saves included; with {compared.name} it is "
-        f"{_render(lost_s[compared])} s, {_render(compared.own_s)} s of them for copying"
+        f"{_render(lost_s[compared])} s, {_render(exposure.predict_copying_s(compared))} s of them for copying"
     )
     if exposure.unsaved_s is not None:
         text += f"; no checkpoint has the last {_render(exposure.unsaved_s)} s of training"

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from varuna_proto.plan import Device
 
 __all__ = [
     "MEMORY_BYTES_PER_S",
+    "NO_MOVES",
     "PRIOR_FIXED_S",
     "SUMS_PART",
     "MorphCost",
@@ -22,6 +26,7 @@ __all__ = [
     "MovedBytes",
     "MovingTime",
     "ShapeOption",
+    "StateMoves",
     "choose_shape",
     "count_moved_bytes",
     "expected_life_s",
@@ -44,9 +49,11 @@ PRIOR_FIXED_S: Final = {MorphKind.IN_PLACE: 0.8, MorphKind.FROM_MEMORY: 1.7, Mor
 or new workers start, trace and meet (1.0 to 1.8 s); docs/benchmarks.md."""
 MEMORY_BYTES_PER_S: Final = 1.9e9
 """What a process takes from another one's memory on the same VM, with checksums; docs/benchmarks.md."""
-MARKS_S: Final = 10.0
-"""Between two marks of a replica's share of a step. A mark of a stage of a gigabyte takes 0.1 s of a GPU's step; a loss
-costs half an interval."""
+KEPT_BYTES_PER_S: Final = 1e10
+"""What a process that goes on in place copies of its own state from a GPU to pinned host memory, so that others can
+have it. Assumed; on a CPU nothing is copied."""
+MARKS_S: Final = 5.0
+"""Between two marks of a replica's share of a step, at least. A loss costs half an interval."""
 SUMS_PART: Final = 1 / 3
 """Of the state's bytes, those of the sums of gradients: Adam has two moments beside each parameter, and sums are like
 one of the three."""
@@ -63,61 +70,81 @@ class MovedBytes:
     given: int
     """To other VMs, if the holders of a section share its receivers."""
     local: int
-    """From processes of the same VM."""
+    """From processes of the same VM, to new ones."""
+    local_in_place: int
+    """The same where processes go on in place, each with what it has already."""
+    kept: int
+    """What a process has already that goes on so."""
 
-    def predict_s(self, link_bytes_per_s: float) -> float:
+    def predict_s(self, link_bytes_per_s: float, *, in_place: bool = False) -> float:
         """The time that they take, each VM sending and receiving at once."""
-        return max(self.received, self.given) / link_bytes_per_s + self.local / MEMORY_BYTES_PER_S
+        over_link_s = max(self.received, self.given) / link_bytes_per_s
+        if in_place:
+            return over_link_s + self.local_in_place / MEMORY_BYTES_PER_S + self.kept / KEPT_BYTES_PER_S
+        return over_link_s + self.local / MEMORY_BYTES_PER_S
 
 
 def count_moved_bytes(
     section_bytes: Sequence[int],
     *,
     stage_starts: Sequence[int],
-    placement: Sequence[Hashable],
+    placement: Sequence[Device],
     held_starts: Sequence[int],
-    holders: Sequence[Hashable],
+    holders: Sequence[Device],
 ) -> MovedBytes:
-    """What new processes take from the memories of old ones.
+    """What the ranks of a new shape take from the memories of old ones.
 
     Args:
         section_bytes: parameters and optimizer state of each section.
         stage_starts: first section of each stage of the new shape.
-        placement: the VM of each new rank (rank = replica · P + stage).
+        placement: the device of each new rank (rank = replica · P + stage).
         held_starts, holders: the same of the old shape.
 
     Raises:
         ValueError: a section has no holder.
     """
     count, held_p, p = len(section_bytes), len(held_starts), len(stage_starts)
-    holding: defaultdict[int, list[Hashable]] = defaultdict(list)
-    for rank, vm in enumerate(holders):
+    holding: defaultdict[int, list[Device]] = defaultdict(list)
+    for rank, device in enumerate(holders):
         for section in _list_sections(held_starts, rank % held_p, count):
-            holding[section].append(vm)
-    received: Counter[Hashable] = Counter()
-    local: Counter[Hashable] = Counter()
+            holding[section].append(device)
+    received: Counter[str] = Counter()
+    local: Counter[str] = Counter()
+    local_in_place: Counter[str] = Counter()
+    kept: Counter[Device] = Counter()
     wanted: Counter[int] = Counter()
-    for rank, vm in enumerate(placement):
+    for rank, device in enumerate(placement):
+        vm = device.vm_id
         for section in _list_sections(stage_starts, rank % p, count):
             if not holding[section]:
                 raise ValueError(f"section {section} has no holder")
-            if vm in holding[section]:
-                local[vm] += section_bytes[section]
-            else:
+            if all(vm != holder.vm_id for holder in holding[section]):
                 received[vm] += section_bytes[section]
                 wanted[section] += 1
-    given: defaultdict[Hashable, float] = defaultdict(float)
+                continue
+            local[vm] += section_bytes[section]
+            if device in holding[section]:
+                kept[device] += section_bytes[section]
+            else:
+                local_in_place[vm] += section_bytes[section]
+    given: defaultdict[str, float] = defaultdict(float)
     for section, times in wanted.items():
-        for vm in holding[section]:
-            given[vm] += times * section_bytes[section] / len(holding[section])
-    return MovedBytes(received=_most(received), given=round(max(given.values(), default=0.0)), local=_most(local))
+        for holder in holding[section]:
+            given[holder.vm_id] += times * section_bytes[section] / len(holding[section])
+    return MovedBytes(
+        received=_most(received),
+        given=round(max(given.values(), default=0.0)),
+        local=_most(local),
+        local_in_place=_most(local_in_place),
+        kept=_most(kept),
+    )
 
 
 class MovingTime(NamedTuple):
-    """The time in which the state moves, and sums of gradients with it."""
+    """The time in which the state moves to processes that go on in place, and sums of gradients with it."""
 
-    whole_s: float
-    late_s: float
+    whole_s: float = 0.0
+    late_s: float = 0.0
     """The part of it for what no pass reads."""
 
     def with_sums(self, sums_s: float) -> MovingTime:
@@ -129,33 +156,46 @@ class MovingTime(NamedTuple):
         return self.whole_s - min(self.late_s, rest_s)
 
 
+class StateMoves(NamedTuple):
+    """How long the state moves to a shape."""
+
+    to_new_s: float
+    """If all its processes are new."""
+    in_place: MovingTime
+    """If those that are there go on, each with what it has already."""
+
+
+NO_MOVES: Final = StateMoves(0.0, MovingTime())
+
+
 def predict_moving(
     section_bytes: Sequence[int],
     parameter_bytes: Sequence[int],
     link_bytes_per_s: float,
     *,
     stage_starts: Sequence[int],
-    placement: Sequence[Hashable],
+    placement: Sequence[Device],
     held_starts: Sequence[int],
-    holders: Sequence[Hashable],
-) -> MovingTime:
+    holders: Sequence[Device],
+) -> StateMoves:
     """`parameter_bytes`: the part of each section's that passes read. Otherwise as `count_moved_bytes`."""
-
-    def predict_s(sizes: Sequence[int]) -> float:
-        moved = count_moved_bytes(
+    whole, for_passes = (
+        count_moved_bytes(
             sizes, stage_starts=stage_starts, placement=placement, held_starts=held_starts, holders=holders
         )
-        return moved.predict_s(link_bytes_per_s)
-
-    whole_s = predict_s(section_bytes)
-    return MovingTime(whole_s, max(0.0, whole_s - predict_s(parameter_bytes)))
+        for sizes in (section_bytes, parameter_bytes)
+    )
+    whole_s = whole.predict_s(link_bytes_per_s, in_place=True)
+    # What a process has is copied before the passes, also what these do not read.
+    first_s = for_passes.predict_s(link_bytes_per_s, in_place=True) + (whole.kept - for_passes.kept) / KEPT_BYTES_PER_S
+    return StateMoves(whole.predict_s(link_bytes_per_s), MovingTime(whole_s, max(0.0, whole_s - first_s)))
 
 
 def _list_sections(starts: Sequence[int], stage: int, count: int) -> range:
     return range(starts[stage], starts[stage + 1] if stage + 1 < len(starts) else count)
 
 
-def _most(counter: Counter[Hashable]) -> int:
+def _most(counter: Counter[Any]) -> int:
     return max(counter.values(), default=0)
 
 

@@ -78,6 +78,8 @@ class SectionProfile(_ProfileRecord):
     """That of the model's cut."""
     parameter_bytes: Bytes
     """With the copies that autocast keeps during a step. A tied parameter counts in each section that uses it."""
+    cast_bytes: Bytes = 0
+    """Of these copies: they are of no use after the step, so that they are neither saved nor moved."""
     optimizer_bytes: Bytes
     """What the optimizer keeps of it on the device."""
     optimizer_us: Microseconds = 0.0
@@ -89,12 +91,27 @@ class SectionProfile(_ProfileRecord):
     measurements: Annotated[tuple[Measurement, ...], Field(min_length=1)]
     """Sorted by micro-batch."""
 
+    @property
+    def value_bytes(self) -> int:
+        """Of the parameters' values."""
+        return self.parameter_bytes - self.cast_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """What a checkpoint has of it."""
+        return self.value_bytes + self.optimizer_bytes
+
     @model_validator(mode="after")
     def _sizes_ascend(self) -> SectionProfile:
         sizes = [measurement.micro_batch for measurement in self.measurements]
         if sizes != sorted(set(sizes)):
             raise ValueError(
                 f"section {self.index} ({self.name}): measurements must ascend by micro_batch, got {sizes}"
+            )
+        if self.cast_bytes > self.parameter_bytes:
+            raise ValueError(
+                f"section {self.index} ({self.name}): of {self.parameter_bytes} bytes of parameters, {self.cast_bytes} "
+                "cannot be copies"
             )
         return self
 
@@ -208,6 +225,11 @@ class Profile(_ProfileRecord):
         """The sizes at which every section was measured, ascending."""
         sizes = [{measurement.micro_batch for measurement in section.measurements} for section in self.sections]
         return tuple(sorted(set.intersection(*sizes)))
+
+    @property
+    def is_of_accelerator(self) -> bool:
+        """Whether it was measured on one, and not on a CPU."""
+        return not self.environment.get("device", "cpu").startswith("cpu")
 
     @property
     def known_gpu_types(self) -> frozenset[str]:

@@ -29,11 +29,13 @@ class NumberFormat(StrEnum):
         return 4 if self is NumberFormat.FP32 else 2
 
     @property
-    def parameter_bytes(self) -> int:
-        """Bytes of a parameter: fp32, and the copy that autocast keeps over all micro-batches of a step."""
-        return 4 if self is NumberFormat.FP32 else 6
+    def cast_bytes(self) -> int:
+        """Bytes of the copy of a parameter that autocast keeps over all micro-batches of a step."""
+        return 0 if self is NumberFormat.FP32 else 2
 
 
+VALUE_BYTES = 4
+"""Of a parameter, which is in fp32."""
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 8
 """Adam's two moments. With parameters and gradients some 16 bytes (paper, section 2)."""

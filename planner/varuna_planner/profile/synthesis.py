@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 from varuna_planner.hardware.table import GpuSpec, Hardware, NetworkSpec
 from varuna_planner.profile.document import AllReduceMeasurement, Link, Links, Measurement, Profile, SectionProfile
-from varuna_planner.profile.shapes import GRADIENT_BYTES, OPTIMIZER_BYTES, ModelFamily, ModelShape, SectionShape
+from varuna_planner.profile.shapes import (
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    VALUE_BYTES,
+    ModelFamily,
+    ModelShape,
+    SectionShape,
+)
 
 __all__ = ["HOST_BYTES", "MICRO_BATCHES", "all_reduces", "link_of", "synthesise"]
 
@@ -154,7 +161,8 @@ def _section(
     return SectionProfile(
         index=index,
         name=section.name,
-        parameter_bytes=section.parameters * shape.precision.parameter_bytes,
+        parameter_bytes=section.parameters * (VALUE_BYTES + shape.precision.cast_bytes),
+        cast_bytes=section.parameters * shape.precision.cast_bytes,
         gradient_bytes=section.parameters * GRADIENT_BYTES,
         optimizer_bytes=0 if offload_us is not None else section.parameters * OPTIMIZER_BYTES,
         optimizer_us=section.parameters * (offload_us or 0.0),

@@ -126,7 +126,7 @@ def make_search_limits(profile: Profile, usable: int, policy: Policy) -> _tables
     return _tables.SearchLimits(
         usable_bytes=usable,
         policy=policy.code,
-        staged=not profile.environment.get("device", "cpu").startswith("cpu"),
+        staged=profile.is_of_accelerator,
         runs_ahead=policy in (Policy.VARUNA, Policy.WORK_CONSERVING),
         counts_stages=policy is not Policy.GPIPE,
     )

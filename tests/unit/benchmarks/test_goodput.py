@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repository import ROOT
+from varuna_planner.liveput.morph_cost import MARKS_S
 from varuna_planner.liveput.spot_trace import SpotTrace, TraceEvent, parse_trace
 from varuna_proto.plan import Plan
 
@@ -217,7 +218,7 @@ class OneReplica:
         )
 
 
-@pytest.mark.parametrize(("policy", "redone_s"), [("copies", 5.0), ("survivors", 73.3)])
+@pytest.mark.parametrize(("policy", "redone_s"), [("copies", MARKS_S / 2), ("survivors", 73.3)])
 def test_one_replica_with_copies_loses_what_it_has_done_since_its_mark(policy: str, redone_s: float) -> None:
     """The fourth step of 75 s is nearly over. Without copies all of it is run again, from a checkpoint."""
     trace = parse_trace("\n".join([*(f"0,add,n{n}" for n in range(4)), "300000,remove,n1", "600000,add,z"]))
@@ -244,7 +245,7 @@ def test_training_does_not_stand_still_for_a_save_in_steps_that_take_longer() ->
     trace = parse_trace("\n".join([*(f"0,add,n{n}" for n in range(8)), "300000,add,z"]))
     of_today = goodput.make_system_of_today(copies=False)
     assert replay_as(trace, of_today)[0].saving_s == 0
-    before, _ = replay_as(trace, replace(of_today, saves_beside_passes=False))
+    before, _ = replay_as(trace, replace(of_today, copies_beside_passes=False))
     short, _ = replay_as(trace, of_today, TwoStages(global_batch=7))
     for found in (before, short):
         saves = round(found.saving_s / of_today.save_stall_s)
@@ -373,6 +374,6 @@ def test_a_replayed_step_goes_on_with_micro_batches_that_it_shares(micro_batch: 
     system, manager = goodput.list_policies(trace, plans, state, detect_s=4.0)["copies"]
     job = ReplayedJob(trace, plans, state, replace(system, save_stall_s=1e-3), manager)
     found = job.replay()
-    assert (found.redone_s, found.morphs["in place"]) == (pytest.approx(5.0, abs=0.5), 1)
+    assert (found.redone_s, found.morphs["in place"]) == (pytest.approx(MARKS_S / 2, abs=0.5), 1)
     assert isinstance(manager, ManagersRules)
     assert manager._choose_keeping(3, 4) == plans.shaped(3, 1, taken)

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from varuna_planner.liveput.copies import (
     MARKS_SHARE,
-    STATES_SHARE,
+    SENDING_SHARE,
     CopiedParts,
     LossExposure,
     choose_copies,
+    predict_copying_share,
 )
 from varuna_planner.liveput.hazard import bursts_per_hour, holder_losses_per_hour, mean_hit_share
-from varuna_planner.liveput.morph_cost import MARKS_S
+from varuna_planner.liveput.morph_cost import MARKS_S, SUMS_PART
 
 NOTHING, STATES, MARKS, BOTH = CopiedParts(), CopiedParts(states=True), CopiedParts(marks=True), CopiedParts(True, True)
 ALL = (STATES, MARKS, BOTH)
@@ -71,11 +72,12 @@ shapes = st.tuples(st.integers(2, 8), st.integers(1, 4))
 def test_more_losses_longer_steps_and_larger_states_never_make_copies_worth_less(
     shape: tuple[int, int], fleet: dict[str, float], grows: str, factor: float
 ) -> None:
-    """Longer steps make marks worth more. Copies of states alone spare little where a job saves after each step."""
+    """Longer steps make marks worth more, and larger states copies of them. Copies of states alone spare little where a
+    job saves after each step, and marks less where it takes longer to send them."""
     before = expose(*shape, **fleet)  # type: ignore[arg-type]
     after = expose(*shape, **{**fleet, grows: fleet[grows] * factor})  # type: ignore[arg-type]
     for one in list_possible(shape[1]):
-        if (grows == "step_s" and not one.marks) or (one.marks and before.step_s <= MARKS_S):
+        if (grows == "step_s" and not one.marks) or (one.marks and (grows == "state_s" or before.step_s <= MARKS_S)):
             continue
         worth, more = (each.predict_lost_s(NOTHING) - each.predict_lost_s(one) for each in (before, after))
         if worth > 0:
@@ -97,9 +99,32 @@ def test_nothing_is_copied_where_nothing_is_lost(shape: tuple[int, int], step_s:
     assert choose(*shape, expose(*shape, removals_per_vm_hour=0.0, step_s=step_s)) == NOTHING
 
 
-def test_what_they_take_of_an_hour() -> None:
-    assert [one.own_s for one in (NOTHING, STATES, MARKS, BOTH)] == pytest.approx([0.0, 72.0, 36.0, 108.0])
-    assert (STATES_SHARE, MARKS_SHARE) == (0.02, 0.01)
+def share(kept: CopiedParts, *, step_s: float = 100.0, send_s: float = 3.0, beside_passes: bool = True) -> float:
+    return predict_copying_share(kept, step_s=step_s, send_s=send_s, beside_passes=beside_passes)
+
+
+def test_what_they_take_of_the_time() -> None:
+    every = (NOTHING, STATES, MARKS, BOTH)
+    assert [share(one, beside_passes=False) for one in every] == pytest.approx([0.0, 0.02, 0.01, 0.03])
+    assert (SENDING_SHARE, MARKS_SHARE) == (0.02, 0.01)
+    states, marks = 0.02 * 3.0 / 100.0, 0.02 * 3.0 * SUMS_PART / MARKS_S
+    assert [share(one) for one in every] == pytest.approx([0.0, states, marks, states + marks])
+    assert [share(one, step_s=1.0, send_s=60.0) for one in every] == pytest.approx([0.0, 0.02, 0.02, 0.04]), "at most"
+
+
+def test_copies_beside_the_passes_stop_no_training_for_saves() -> None:
+    waits = replace(expose(8, 2, removals_per_vm_hour=0.5, step_s=20.0), save_stall_s=0.5)
+    beside = replace(waits, copies_beside_passes=True)
+    assert beside.predict_lost_s(NOTHING) < waits.predict_lost_s(NOTHING)
+    short = replace(waits, step_s=0.4)
+    assert replace(short, copies_beside_passes=True).predict_lost_s(NOTHING) == short.predict_lost_s(NOTHING)
+
+
+def test_marks_come_no_sooner_than_the_newest_is_sent() -> None:
+    fleet = replace(expose(4, 2, removals_per_vm_hour=0.5, step_s=70.0, state_s=60.0), store_stops_per_hour=0.0)
+    exposure = replace(fleet, bursts_per_hour=4.0, hit_share=0.5)
+    spared_s = exposure.predict_lost_s(NOTHING) + exposure.predict_copying_s(MARKS) - exposure.predict_lost_s(MARKS)
+    assert spared_s == pytest.approx(4.0 * 0.5 * (70.0 - 60.0 * SUMS_PART) / 2)
 
 
 def test_vms_that_go_together_make_copies_of_states_worth_it_for_two_replicas() -> None:
@@ -114,7 +139,7 @@ def test_a_mark_saves_half_a_step_but_for_half_of_the_time_between_two() -> None
     fleet = expose(4, 2, removals_per_vm_hour=0.5, step_s=70.0)
     exposure = replace(fleet, bursts_per_hour=4.0, hit_share=0.5, store_stops_per_hour=0.0)
     saved_s = exposure.predict_lost_s(NOTHING) - exposure.predict_lost_s(MARKS)
-    assert saved_s + MARKS.own_s == pytest.approx(4.0 * 0.5 * (70.0 - MARKS_S) / 2)
+    assert saved_s + exposure.predict_copying_s(MARKS) == pytest.approx(4.0 * 0.5 * (70.0 - MARKS_S) / 2)
 
 
 def test_the_figures_are_told() -> None:

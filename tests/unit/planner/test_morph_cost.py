@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna_planner.liveput.morph_cost import (
+    KEPT_BYTES_PER_S,
     MEMORY_BYTES_PER_S,
     MorphCost,
     MorphKind,
@@ -19,9 +20,12 @@ from varuna_planner.liveput.morph_cost import (
     choose_shape,
     count_moved_bytes,
     expected_life_s,
+    predict_moving,
     worthwhile_ratio,
 )
+from varuna_proto.plan import Device
 
+A, B, C, D = (Device(name, 0) for name in "abcd")
 RESTART = MorphCost(kind=MorphKind.FROM_MEMORY, fixed_s=1.7, moving_s=4.0)
 
 
@@ -30,11 +34,11 @@ def starts(p: int, sections: int) -> list[int]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[int], int, list[str], int, list[str]]:
-    """(bytes of each section, P, VM of each rank, P held, VM of each rank that held): some VMs are new, some gone."""
+def layouts(draw: st.DrawFn) -> tuple[list[int], int, list[Device], int, list[Device]]:
+    """(bytes of each section, P, device of each rank, P held, the same): some VMs are new, some gone."""
     sizes = draw(st.lists(st.integers(0, 1000), min_size=4, max_size=9))
     p, held_p = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    vms = st.sampled_from([f"vm{n}" for n in range(8)])
+    vms = st.sampled_from([Device(f"vm{n // 2}", n % 2) for n in range(14)])
     placement = draw(st.lists(vms, min_size=p, max_size=p)) * draw(st.integers(1, 3))
     holders = draw(st.lists(vms, min_size=held_p, max_size=held_p)) * draw(st.integers(1, 3))
     return sizes, p, placement, held_p, holders
@@ -42,7 +46,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], int, list[str], int, list[str]]
 
 @given(layouts())
 def test_each_section_that_a_vm_does_not_hold_is_received_and_given_once(
-    layout: tuple[list[int], int, list[str], int, list[str]],
+    layout: tuple[list[int], int, list[Device], int, list[Device]],
 ) -> None:
     sizes, p, placement, held_p, holders = layout
     count = len(sizes)
@@ -51,45 +55,78 @@ def test_each_section_that_a_vm_does_not_hold_is_received_and_given_once(
         sizes, stage_starts=starts(p, count), placement=placement, held_starts=starts(held_p, count), holders=holders
     )
 
-    def held_on(section: int) -> list[str]:
-        return [vm for rank, vm in enumerate(holders) if section in stage_of(rank % held_p, held_p)]
+    def held_by(section: int) -> list[Device]:
+        return [device for rank, device in enumerate(holders) if section in stage_of(rank % held_p, held_p)]
 
     def stage_of(stage: int, of: int) -> range:
         return range(starts(of, count)[stage], [*starts(of, count), count][stage + 1])
 
     received: Counter[str] = Counter()
     given_: defaultdict[str, Fraction] = defaultdict(Fraction)
-    local: Counter[str] = Counter()
-    for rank, vm in enumerate(placement):
+    local, local_in_place, kept = Counter[str](), Counter[str](), Counter[Device]()
+    for rank, device in enumerate(placement):
+        vm = device.vm_id
         for section in stage_of(rank % p, p):
-            if vm in held_on(section):
+            having = held_by(section)
+            if vm in {holder.vm_id for holder in having}:
                 local[vm] += sizes[section]
+                if device in having:
+                    kept[device] += sizes[section]
+                else:
+                    local_in_place[vm] += sizes[section]
                 continue
             received[vm] += sizes[section]
-            for holder in held_on(section):
-                given_[holder] += Fraction(sizes[section], len(held_on(section)))
-    assert (found.received, found.local) == (max(received.values(), default=0), max(local.values(), default=0))
+            for holder in having:
+                given_[holder.vm_id] += Fraction(sizes[section], len(having))
+    counted = (found.received, found.local, found.local_in_place, found.kept)
+    assert counted == tuple(max(one.values(), default=0) for one in (received, local, local_in_place, kept))
     assert abs(found.given - max(given_.values(), default=Fraction(0))) <= 0.5001, "rounded"
-    assert found.predict_s(1e9) >= found.received / 1e9
+    in_place_s = found.predict_s(1e9, in_place=True)
+    assert found.predict_s(1e9) + found.kept / KEPT_BYTES_PER_S + 1e-12 >= in_place_s >= found.received / 1e9
 
 
 def test_a_stage_that_stays_where_it_is_crosses_no_link() -> None:
     found = count_moved_bytes(
-        [10, 20, 30, 40], stage_starts=[0, 2], placement=["a", "b"], held_starts=[0, 2], holders=["a", "b"]
+        [10, 20, 30, 40], stage_starts=[0, 2], placement=[A, B], held_starts=[0, 2], holders=[A, B]
     )
-    assert found == MovedBytes(received=0, given=0, local=70)
+    assert found == MovedBytes(received=0, given=0, local=70, local_in_place=0, kept=70)
     assert found.predict_s(1.0) == 70 / MEMORY_BYTES_PER_S
+    assert found.predict_s(1.0, in_place=True) == 70 / KEPT_BYTES_PER_S
+
+
+def test_a_process_that_goes_on_takes_what_others_of_its_vm_have() -> None:
+    beside = Device("a", 1)
+    found = count_moved_bytes(
+        [10, 20, 30, 40], stage_starts=[0, 2], placement=[A, beside], held_starts=[0, 3], holders=[A, beside]
+    )
+    assert found == MovedBytes(received=0, given=0, local=100, local_in_place=30, kept=40)
+
+
+def test_the_part_that_no_pass_reads_is_late() -> None:
+    """Half of the second stage comes from the other VM. What a process has waits in host memory, all of it."""
+    moves = predict_moving(
+        [30, 30, 30, 30],
+        [10, 10, 10, 10],
+        1.0,
+        stage_starts=[0, 2],
+        placement=[A, B],
+        held_starts=[0, 3],
+        holders=[A, B],
+    )
+    assert moves.to_new_s == pytest.approx(30, abs=1e-6)
+    assert moves.in_place.whole_s == 30 + 60 / KEPT_BYTES_PER_S
+    assert moves.in_place.late_s == pytest.approx(20)
 
 
 def test_two_holders_share_what_they_give() -> None:
-    found = count_moved_bytes([100], stage_starts=[0], placement=["c", "d"], held_starts=[0], holders=["a", "b"])
-    assert found == MovedBytes(received=100, given=100, local=0)
+    found = count_moved_bytes([100], stage_starts=[0], placement=[C, D], held_starts=[0], holders=[A, B])
+    assert found == MovedBytes(received=100, given=100, local=0, local_in_place=0, kept=0)
     assert found.predict_s(50.0) == 2.0
 
 
 def test_a_section_that_nobody_holds_is_named() -> None:
     with pytest.raises(ValueError, match="section 1 has no holder"):
-        count_moved_bytes([1, 1], stage_starts=[0], placement=["a"], held_starts=[0, 1], holders=["a"])
+        count_moved_bytes([1, 1], stage_starts=[0], placement=[A], held_starts=[0, 1], holders=[A])
 
 
 rates = st.floats(0.1, 1e4)

@@ -160,11 +160,12 @@ def _make_section(
     section = model_map.sections[index]
     trained = [subject.model.get_parameter(name) for name in section.parameters]
     trained = [parameter for parameter in trained if parameter.requires_grad]
+    cast_bytes = subject.precision.cast_bytes(trained)
     return SectionProfile(
         index=index,
         name=section.name,
-        parameter_bytes=sum(model_map.parameter_bytes[name] for name in section.parameters)
-        + subject.precision.cast_bytes(trained),
+        parameter_bytes=sum(model_map.parameter_bytes[name] for name in section.parameters) + cast_bytes,
+        cast_bytes=cast_bytes,
         gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         optimizer_bytes=costs.bytes_for(trained),
         optimizer_us=costs.us_for(trained),

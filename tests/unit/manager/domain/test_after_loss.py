@@ -23,7 +23,7 @@ from varuna_manager.domain.observed import (
 from varuna_manager.domain.other_stages import find_movers, find_unmoved
 from varuna_manager.domain.reshaping import is_unmoved, may_gain_elsewhere, may_reshape
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationState, StopMode
-from varuna_planner.liveput.morph_cost import PRIOR_FIXED_S, MorphKind
+from varuna_planner.liveput.morph_cost import MARKS_S, PRIOR_FIXED_S, MorphKind, MovingTime, StateMoves
 from varuna_proto.plan import Device, Plan
 
 BATCH, STEP_S = 1000, 100.0
@@ -61,7 +61,7 @@ def hit(p: int, d: int, gone: str, **changes: object) -> GenerationView:
         end_reason="VMs are lost",
         last_step=7,
     )
-    return replace(view, stepped_at=NOW - 3.0 - 80.0 - 5.0, **changes)
+    return replace(view, stepped_at=NOW - 3.0 - 80.0 - MARKS_S / 2, **changes)
 
 
 def after(last: GenerationView, spare: str = "", **changes: object) -> JobView:
@@ -124,14 +124,14 @@ def test_with_one_replica_marks_are_where_copies_are(gone: str, marks: bool, kep
 
 def test_what_a_generation_began_with_counts_before_its_first_step() -> None:
     last = hit(2, 2, "bc", last_step=None, in_place=True, micro_batches_left=600)
-    last = replace(last, stepped_at=NOW - 3.0 - 30.0 - 5.0)
+    last = replace(last, stepped_at=NOW - 3.0 - 30.0 - MARKS_S / 2)
     assert predict_kept_examples(after(last), last) == pytest.approx(700)
     done = replace(last, stepped_at=NOW - 200.0)
     assert predict_kept_examples(after(done), done) == pytest.approx(BATCH), "never more than the step"
     assert predict_kept_examples(after(replace(last, last_step=8)), replace(last, last_step=8)) == pytest.approx(300)
 
 
-@pytest.mark.parametrize(("gone", "kept"), [("", 880), ("b", 2000 / 3)])
+@pytest.mark.parametrize(("gone", "kept"), [("", 10 * (80 + MARKS_S / 2 + 3)), ("b", 2000 / 3)])
 def test_all_that_was_done_counts_where_all_left_in_the_middle_of_the_step(gone: str, kept: float) -> None:
     """With the replica of a VM that had notice: others have its sums, unless it went before it had left."""
     last = hit(2, 3, gone)
@@ -149,7 +149,7 @@ def test_all_that_was_done_counts_where_all_left_in_the_middle_of_the_step(gone:
 def test_short_steps_have_no_marks() -> None:
     last = hit(2, 2, "bc")
     assert last.plan is not None
-    last = replace(last, plan=replace(last.plan, predicted_minibatch_s=9.0))
+    last = replace(last, plan=replace(last.plan, predicted_minibatch_s=MARKS_S - 1))
     assert predict_kept_examples(after(last), last) == 0
 
 
@@ -336,14 +336,26 @@ def test_processes_may_not_have_moved_if_nobody_has_begun_or_one_says_so() -> No
     assert find_movers(NOW, after(half), half, proposal(plan(3, 1), "acd"), RULES) is None
 
 
-@pytest.mark.parametrize(("late_s", "pause_s"), [(0.0, 12.0), (5.0, 7.0), (8.0, 6.0)])
-def test_what_no_pass_reads_comes_while_the_rest_of_the_step_trains(late_s: float, pause_s: float) -> None:
+@pytest.mark.parametrize(
+    ("p", "d", "copies", "late_s", "pause_s"),
+    [
+        (3, 1, False, 0.0, 12.0),
+        (3, 1, False, 5.0, 7.0),
+        (3, 1, False, 8.0, 6.0),
+        (1, 3, True, 5.0, 7.0),
+        (3, 1, True, 5.0, 12.0),  # one replica begins at once to copy its stages
+    ],
+)
+def test_what_no_pass_reads_comes_while_the_rest_of_the_step_trains(
+    p: int, d: int, copies: bool, late_s: float, pause_s: float
+) -> None:
     """The rest takes 10 s. The state moves in 12 s, and the sums of the step in a third of that."""
-    last = hit(2, 2, "b")
-    best = replace(proposal(plan(3, 1), "acd"), moving_s=12.0, late_s=late_s)
+    last = hit(2, 2, "b", keepers=(2, 3) if copies else ())
+    best = replace(proposal(plan(p, d), "acd"), moves=StateMoves(40.0, MovingTime(12.0, late_s)))
     current = after(last, proposal=best)
     found = choose_way_on(NOW, current, {name: vm(name) for name in "acd"}, RULES)
-    said = re.search(r"over (\d+) s .*?3×1 of micro-batch 1\D* ([\d,]+)", found.reason)
+    said = re.search(rf"over (\d+) s .*?{p}×{d} of micro-batch 1\D* ([\d,]+)", found.reason)
     assert said is not None
     life_s, examples = (float(one.replace(",", "")) for one in said.groups())
-    assert examples == pytest.approx(900 + 10 * (life_s - PRIOR_FIXED_S[MorphKind.IN_PLACE] - pause_s), abs=1)
+    kept = predict_kept_examples(current, last)
+    assert examples == pytest.approx(kept + 10 * (life_s - PRIOR_FIXED_S[MorphKind.IN_PLACE] - pause_s), abs=1)

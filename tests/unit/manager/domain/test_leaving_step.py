@@ -13,6 +13,7 @@ from varuna_manager.domain.leaving_step import predict_rest_s
 from varuna_manager.domain.newcomers import NewcomersView, WantedNewcomers
 from varuna_manager.domain.observed import GenerationView, JobView, StopView
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationState, StopMode
+from varuna_planner.liveput.morph_cost import MovingTime, StateMoves
 from varuna_planner.schedule.batching import count_micro_batches
 
 HERE = devices("a", "b")
@@ -26,7 +27,7 @@ def running(**changes: Any) -> GenerationView:
 
 def growing(view: GenerationView, *, rate: float = 16.0, moving_s: float = 15.0, **changes: Any) -> JobView:
     """It has 8 examples/s now."""
-    proposed = replace(proposal(HERE, rate), moving_s=moving_s)
+    proposed = replace(proposal(HERE, rate), moves=StateMoves(2 * moving_s, MovingTime(moving_s)))
     return job(view, devices=HERE, proposal=proposed, **changes)
 
 

@@ -12,6 +12,7 @@ from varuna_manager.domain.actions import Decision, StopGeneration
 from varuna_manager.domain.newcomers import NewcomersView, WantedNewcomers
 from varuna_manager.domain.observed import GenerationView, JobView
 from varuna_manager.domain.states import StopMode
+from varuna_planner.liveput.morph_cost import MovingTime, StateMoves
 
 HERE = devices("a", "b")
 STEP_S = 100.0
@@ -26,9 +27,14 @@ def running(**changes: Any) -> GenerationView:
     )
 
 
+def move_in(seconds: float) -> StateMoves:
+    """New processes would take twice as long."""
+    return StateMoves(2 * seconds, MovingTime(seconds))
+
+
 def growing(view: GenerationView | None = None, *, rate: float = 10.0, moving_s: float = MOVING_S) -> JobView:
     """It has 8 examples/s now."""
-    return job(view or running(), devices=HERE, proposal=replace(proposal(HERE, rate), moving_s=moving_s))
+    return job(view or running(), devices=HERE, proposal=replace(proposal(HERE, rate), moves=move_in(moving_s)))
 
 
 def ask(view: JobView, newcomers: NewcomersView | None = None) -> Decision:
@@ -100,9 +106,8 @@ def test_what_was_sent_of_an_older_step_does_not_count() -> None:
     view = growing()
     assert ask(view, send(view, steps={0: COMMITTED - 1})).actions == ()
     two = growing(replace(running(), workers=(worker(0, "a"), worker(1, "b"))))
-    two = replace(
-        two, devices=devices("a", "b", "c"), proposal=replace(proposal(devices("a", "b", "c"), 10.0), moving_s=6.0)
-    )
+    there = devices("a", "b", "c")
+    two = replace(two, devices=there, proposal=replace(proposal(there, 10.0), moves=move_in(6.0)))
     sent = send(two, steps={0: COMMITTED, 1: COMMITTED + 1})
     assert ask(two, sent).actions == ()
     assert find_stop(ask(two, replace(sent, sent_steps={0: COMMITTED + 1, 1: COMMITTED + 1})))

@@ -44,6 +44,7 @@ from varuna_manager.domain.states import (
     StopMode,
     VmState,
 )
+from varuna_planner.liveput.morph_cost import MovingTime, StateMoves
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_proto.plan import Device, Plan
 
@@ -158,7 +159,9 @@ def test_growth_must_earn_what_a_morph_costs() -> None:
     (stop,) = decide_when_prepared(cheap, vm("a"), vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert "a morph costs 10.0 s; over 240 s 1×2 gives 2,208 examples, 1×1 1,920" in stop.reason
-    dear = replace(cheap, morphs=MorphEstimate(cost_s=30.0), proposal=replace(grown, moving_s=30.0))
+    dear = replace(
+        cheap, morphs=MorphEstimate(cost_s=30.0), proposal=replace(grown, moves=StateMoves(30.0, MovingTime()))
+    )
     decision = decide_when_prepared(dear, vm("a"), vm("b"))
     assert not decision.actions
     assert (

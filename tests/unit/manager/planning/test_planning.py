@@ -19,6 +19,7 @@ from varuna_manager.domain.memory_margin import MOST_LESSONS, NO_MARGIN, MemoryS
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.planning import planning
 from varuna_manager.planning.planning import GpuOfVm, PlanningService, PlanQuestion
+from varuna_planner.liveput.morph_cost import NO_MOVES
 from varuna_planner.profile.document import GpuTypeSpeeds, Measurement, Profile, SectionProfile
 from varuna_proto.plan import Device, Plan
 from waiting import DEADLINE_S
@@ -279,10 +280,41 @@ async def test_what_only_updates_read_is_told_apart_of_the_time_in_which_the_sta
     )
     moved = await PlanningService().propose_plan(asked)
     assert moved.plan is not None
-    assert moved.moving_s > 0
-    assert moved.late_s == pytest.approx(moved.moving_s / 2), "half of each section's bytes are the optimizer's"
+    whole_s, late_s = moved.moves.in_place
+    assert moved.moves.to_new_s == whole_s > 0
+    assert late_s == pytest.approx(whole_s / 2), "half of each section's bytes are the optimizer's"
+    stays = await PlanningService().propose_plan(replace(asked, devices=asked.previous))
+    assert stays.moves.to_new_s > stays.moves.in_place.whole_s > 0, "a process has what it had"
     first = await PlanningService().propose_plan(replace(asked, previous=(), previous_starts=()))
-    assert (first.moving_s, first.late_s) == (0.0, 0.0)
+    assert first.moves == NO_MOVES
+
+
+async def test_copies_that_autocast_makes_are_neither_saved_nor_moved() -> None:
+    measured = profile()
+    half = measured.model_copy(
+        update={"sections": tuple(one.model_copy(update={"cast_bytes": 4}) for one in measured.sections)}
+    )
+    saves, moves = [], []
+    for one in (measured, half):
+        asked = replace(
+            question(one.to_json(), 1), devices=(Device("c", 0),), previous=(Device("a", 0),), previous_starts=(0,)
+        )
+        proposed = await PlanningService().propose_plan(asked)
+        assert proposed.plan is not None
+        saves.append((await PlanningService().predict_save(one.to_json(), proposed.plan)).write_s)
+        moves.append(proposed.moves)
+    assert saves[1] == pytest.approx(saves[0] * (16 - 4) / 16)
+    assert moves[1].to_new_s == pytest.approx(moves[0].to_new_s * (16 - 4) / 16)
+    late = [one.in_place.late_s for one in moves]
+    assert late[1] == pytest.approx(late[0]), "what passes do not read has none"
+
+
+@pytest.mark.parametrize(("device", "beside_passes"), [("cuda:0", True), ("cpu", False), (None, False)])
+async def test_states_on_accelerators_are_copied_beside_the_passes(device: str | None, beside_passes: bool) -> None:
+    measured = profile().model_copy(update={"environment": {} if device is None else {"device": device}})
+    proposed = await PlanningService().propose_plan(question(measured.to_json()))
+    assert proposed.plan is not None
+    assert (await PlanningService().predict_save(measured.to_json(), proposed.plan)).beside_passes is beside_passes
 
 
 async def test_gpus_of_two_types_get_a_plan_that_is_placed_by_type() -> None:

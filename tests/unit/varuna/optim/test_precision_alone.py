@@ -195,7 +195,8 @@ def test_a_calibration_knows_precision_and_where_the_optimizer_is() -> None:
     assert [profile.environment["precision"] for profile in profiles if profile] == ["bfloat16", "bfloat16"]
     assert [profile.sections[0].optimizer_bytes > 0 for profile in profiles if profile] == [True, False]
     # Five inputs and sixteen outputs: the weight in fp32 and in bf16, and the bias.
-    assert [profile.sections[0].parameter_bytes for profile in profiles if profile] == [5 * 16 * (4 + 2) + 16 * 4] * 2
+    sizes = [(one.parameter_bytes, one.value_bytes) for profile in profiles if profile for one in profile.sections[:1]]
+    assert sizes == [(5 * 16 * (4 + 2) + 16 * 4, (5 * 16 + 16) * 4)] * 2
 
 
 def draw(size: int, device: str = "cpu") -> dict[str, Tensor]:
