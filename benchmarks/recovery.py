@@ -23,7 +23,7 @@ row `other cuts, not late` (VARUNA_LATE_STATE=0) no state comes while passes run
 `--notice-s` the VM has that much notice instead: in the rows `memory` and `restart` the job saves before it leaves.
 
 In the rows `marks` and `copies` the job has `copies: on`. So ranks also copy their sums of gradients to the other
-replica every ten seconds, and a loss in a long step costs less than the lost replica's share.
+replica every five seconds, and a loss in a long step costs less than the lost replica's share.
 
 With `--shape 2x1` the job has one replica, and a third VM takes the place of the lost one. In the row `copies`, the
 workers keep copies of each other's states, so the loss costs at most some steps; in the row `no copies` it is a restart
