@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from varuna_planner.liveput.copies import CopiedParts
+from varuna_planner.liveput.copies import CopiedParts, predict_stall_s
 from varuna_planner.liveput.morph_cost import MorphKind, StateMoves, predict_moving
 from varuna_planner.profile.document import Profile
 from varuna_proto.plan import Device, Plan
@@ -58,8 +58,8 @@ class System:
 
     def find_stall_s(self, plan: Plan) -> float:
         """How long training stands still for a save."""
-        is_hidden = self.copies_beside_passes and plan.predicted_minibatch_s > self.save_stall_s
-        return 0.0 if is_hidden else self.save_stall_s
+        step_s = plan.predicted_minibatch_s
+        return predict_stall_s(self.save_stall_s, step_s=step_s, beside_passes=self.copies_beside_passes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,9 +174,9 @@ class GenerationRow(_Living, Base):
     stop_cause: Mapped[str | None]
     stop_reason: Mapped[str | None] = mapped_column(Text)
     stop_requested_at: Mapped[float | None]
-    # Progress: written by plain UPDATEs as reports arrive, so that steps do not make decisions stale.
     running_at: Mapped[float | None]
     """When all its ranks had started, with their state. Null: they have not, or an earlier version wrote the row."""
+    # Progress: written by plain UPDATEs as reports arrive, so that steps do not make decisions stale.
     started_at: Mapped[float | None]
     """When its first step was completed."""
     resumed_step: Mapped[int | None]

@@ -66,7 +66,7 @@ class Progress:
         )
         if generation.state == GenerationState.LAUNCHING and set(states) == {WorkerState.RUNNING.value}:
             generation.move_to_state(GenerationState.RUNNING, now=now, reason="every rank has started")
-            await _set_progress(session, generation, running_at=now)
+            generation.running_at = now
 
     async def record_save_time(self, session: AsyncSession, fact: pb.WorkerExited) -> None:
         """A rank has saved and left. Its agent measures the time, because the manager may have been away.

@@ -23,6 +23,7 @@ __all__ = [
     "LossExposure",
     "choose_copies",
     "predict_copying_share",
+    "predict_stall_s",
 ]
 
 SENDING_SHARE: Final = 0.02
@@ -72,6 +73,11 @@ def predict_copying_share(kept: CopiedParts, *, step_s: float, send_s: float, be
     return SENDING_SHARE * (states + marks)
 
 
+def predict_stall_s(copy_s: float, *, step_s: float, beside_passes: bool) -> float:
+    """How long training stands still for a save whose state is copied in `copy_s`. `beside_passes`: as above."""
+    return 0.0 if beside_passes and step_s > copy_s else copy_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossExposure:
     """What a generation may lose, and how often."""
@@ -115,7 +121,7 @@ class LossExposure:
         """The seconds that losses of VMs, saves and the copies themselves cost of an hour."""
         store_stops = self.copied_store_stops_per_hour if kept.states else self.store_stops_per_hour
         period_s = self._predict_save_period_s(store_stops)
-        stall_s = 0.0 if self.copies_beside_passes and self.step_s > self.save_stall_s else self.save_stall_s
+        stall_s = predict_stall_s(self.save_stall_s, step_s=self.step_s, beside_passes=self.copies_beside_passes)
         redone_s = period_s / 2 + stall_s + self.save_write_s
         if self.unsaved_s is not None:  # all is done again, with half of the hour on average
             redone_s = self.unsaved_s + _HOUR_S / 2
