@@ -20,6 +20,7 @@ from _goodput_setting import Plans, Start, State, Stop, System
 
 from varuna.copies.parting import list_lonely
 from varuna_manager.domain.leaving_step import predict_fill_s
+from varuna_manager.domain.moving_state import predict_pause_s
 from varuna_planner.liveput.copies import CopiedParts, predict_copying_share
 from varuna_planner.liveput.morph_cost import SUMS_PART, MorphCost, MorphKind, MovingTime, StateMoves
 from varuna_planner.liveput.spot_trace import SpotTrace
@@ -468,16 +469,13 @@ class ReplayedJob:
         moves = _predict_from_alive(self.state, start, self.holding.plan, alive)
         if kind is not MorphKind.IN_PLACE or before is None:
             return moves.to_new_s
-        moving = moves.in_place
         rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
-        # What is kept of the step moves, too.
-        sums_s = SUMS_PART * moving.whole_s * (self.done > 1e-9 * start.plan.global_batch)
+        has_sums = self.done > 1e-9 * start.plan.global_batch
         if before.stop is not None and before.stop.has_state and before.first_loss_s is None:
-            moving = MovingTime()
-        elif not set(start.vms) <= set(before.vms) or (self._find_wanted_copies(start).states and start.plan.d == 1):
-            # New processes take all of the state before they train, and so does one replica that copies it.
-            moving = MovingTime(moving.whole_s)
-        return moving.with_sums(sums_s).predict_wait_s(rest_s)
+            sums_s = SUMS_PART * moves.in_place.whole_s * has_sums
+            return MovingTime().with_sums(sums_s).predict_wait_s(rest_s)
+        copies = self._find_wanted_copies(start).states
+        return predict_pause_s(self.holding.plan, start.plan, moves.in_place, rest_s, copies=copies, with_sums=has_sums)
 
 
 def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> StateMoves:

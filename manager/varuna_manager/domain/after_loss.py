@@ -13,15 +13,14 @@ from typing import NamedTuple
 from varuna_manager.domain.better_shape import count_vms, gpu_limit, predict_life_s, predict_restart
 from varuna_manager.domain.holders import find_holders
 from varuna_manager.domain.leaving_step import find_done_part, has_left_within_step
+from varuna_manager.domain.moving_state import predict_pause_s
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
 from varuna_manager.domain.other_stages import find_movers
 from varuna_manager.domain.reshaping import count_kept_replicas, list_kept_replicas, may_gain_elsewhere, plan_reshape
 from varuna_planner.liveput.morph_cost import (
     MARKS_S,
-    SUMS_PART,
     MorphCost,
     MorphKind,
-    MovingTime,
     ShapeOption,
     choose_shape,
 )
@@ -67,7 +66,7 @@ def choose_way_on(now: float, job: JobView, vms: Vms, rules: Rules) -> WayOn:
             return WayOn(Way.KEEP, "only all of them together have the whole state", keeping)
         return WayOn(Way.STAY)
     batch, kept = ended.plan.global_batch, predict_kept_examples(job, ended)
-    change = _make_option(job, ended.plan, proposal, kept, moves=_can_move(now, job, ended, proposal, rules))
+    change = _make_option(job, ended, proposal, kept, moves=_can_move(now, job, ended, proposal, rules))
     then = replace(change, kept_examples=0.0)
     options = {Way.CHANGE: change}
     if reshape is not None and len(reshape.placement) >= job.min_gpus:
@@ -81,7 +80,7 @@ def choose_way_on(now: float, job: JobView, vms: Vms, rules: Rules) -> WayOn:
         )
         options = {Way.STAY: stay, **options}
     if keeping is not None:
-        keep = _make_option(job, ended.plan, keeping, kept, moves=True)
+        keep = _make_option(job, ended, keeping, kept, moves=True)
         options[Way.KEEP] = replace(keep, step_left=batch - kept, then=then)
     if len(options) == 1:
         return WayOn(Way.STAY)
@@ -106,31 +105,26 @@ def _can_move(now: float, job: JobView, ended: GenerationView, proposal: Proposa
     return find_movers(now, job, ended, proposal, rules) is not None
 
 
-def _make_option(job: JobView, before: Plan, proposal: Proposal, kept: float, *, moves: bool) -> ShapeOption:
+def _make_option(job: JobView, ended: GenerationView, proposal: Proposal, kept: float, *, moves: bool) -> ShapeOption:
     """`kept`: examples of the step under way. They go on where processes move, if the micro-batches before and after
     are made of whole ones of the smaller size."""
-    plan = proposal.plan
+    before, plan = ended.plan, proposal.plan
+    assert before is not None
     assert plan is not None
     cost, moved = replace(predict_restart(job), moving_s=proposal.moves.to_new_s), 0.0
     if moves:
         moved = 0.0 if shared_micro_batch(plan.micro_batch, before.micro_batch) is None else kept
-        moving_s = _predict_moving_s(job, proposal, left=before.global_batch - moved, with_sums=moved > 0)
+        moving_s = predict_pause_s(
+            before,
+            plan,
+            proposal.moves.in_place,
+            (before.global_batch - moved) / plan.examples_per_s,
+            copies=bool(ended.keepers),
+            with_sums=moved > 0,
+        )
         cost = replace(cost, kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s, moving_s=moving_s)
     name = f"{plan.p}×{plan.d} of micro-batch {plan.micro_batch}"
     return ShapeOption(name=name, examples_per_s=plan.examples_per_s, cost=cost, kept_examples=moved)
-
-
-def _predict_moving_s(job: JobView, proposal: Proposal, *, left: float, with_sums: bool) -> float:
-    """How long processes that move wait for their state. `left`: examples of the step that they run, meanwhile its sums
-    and what only its update reads may come. New processes wait for all of the state, and so do those of one replica
-    that copy it."""
-    generation, plan, moving = job.generation, proposal.plan, proposal.moves.in_place
-    assert plan is not None
-    copies = generation is not None and bool(generation.keepers) and plan.d == 1
-    sums_s = SUMS_PART * moving.whole_s if with_sums else 0.0
-    if generation is None or copies or not generation.devices.issuperset(proposal.placement):
-        moving = MovingTime(moving.whole_s)
-    return moving.with_sums(sums_s).predict_wait_s(left / plan.examples_per_s)
 
 
 def predict_kept_examples(job: JobView, ended: GenerationView) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from varuna_manager.domain.actions import Decision
 from varuna_manager.domain.holders import choose_planned_stop
-from varuna_manager.domain.leaving_step import may_leave_within_step, render_gain_within_step
+from varuna_manager.domain.leaving_step import may_leave_within_step, predict_growth_pause_s, render_gain_within_step
 from varuna_manager.domain.newcomers import WantedNewcomers, judge_newcomers
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
 from varuna_manager.domain.other_stages import list_at_door, may_take_other_stages
@@ -46,6 +46,23 @@ def predict_restart(job: JobView) -> MorphCost:
     return MorphCost(kind=MorphKind.FROM_MEMORY, fixed_s=job.morphs.cost_s, moving_s=moving_s)
 
 
+def predict_morph(job: JobView) -> MorphCost:
+    """What it costs the generation that trains to take the proposed shape."""
+    generation, proposal = job.generation, job.proposal
+    if generation is None or proposal is None or not _may_go_on_in(job, generation, proposal):
+        return predict_restart(job)
+    moving_s = predict_growth_pause_s(generation, proposal)
+    return MorphCost(kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s, moving_s=moving_s)
+
+
+def _may_go_on_in(job: JobView, generation: GenerationView, proposal: Proposal) -> bool:
+    """Whether its processes may take the proposed shape in place, with new ones that are started ahead."""
+    if proposal.plan is None or generation.plan is None or not may_take_other_stages(job, generation, proposal):
+        return False
+    starts_ahead = job.starts_ahead and not job.newcomers_obstacle
+    return starts_ahead or generation.devices.issuperset(proposal.placement)
+
+
 def predict_life_s(now: float, job: JobView, vms: int) -> float:
     """How long a shape on so many VMs is expected to last."""
     return expected_life_s(job.fleet.stops_per_hour(vms), job.fleet.stable_s(now))
@@ -53,7 +70,7 @@ def predict_life_s(now: float, job: JobView, vms: int) -> float:
 
 def find_worthwhile_ratio(now: float, job: JobView, vms: int, least: float) -> float:
     """The least rate of a shape on so many VMs, in units of the present rate, that is worth a morph."""
-    return worthwhile_ratio(predict_restart(job).pause_s, predict_life_s(now, job, vms), least)
+    return worthwhile_ratio(predict_morph(job).pause_s, predict_life_s(now, job, vms), least)
 
 
 def count_vms(devices: Iterable[Device]) -> int:
@@ -192,7 +209,7 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     reason = (
         f"{growth if is_larger else 'a better shape'}, {render_change(before, after)}, "
         f"{present} to {render_rate(after.examples_per_s)} examples/s predicted "
-        f"(a morph costs {predict_restart(job)}; {_compare_rates(now, job, before, after)})"
+        f"(a morph costs {predict_morph(job)}; {_compare_rates(now, job, before, after)})"
     )
     mode = choose_planned_stop(generation, job.proposal.placement)
     if generation.last_step is None and mode is not StopMode.HOLD_FIRST:
@@ -258,7 +275,7 @@ def _explain_not_growing(now: float, job: JobView, generation: GenerationView, r
     return (
         f"; {after.p}×{after.d} on {count_of(len(job.devices), 'GPU')} would give "
         f"{_compare_with_present(after.examples_per_s, _present_rate(job.proposal, generation.plan))}, less than "
-        f"{ratio:.2f} times as much (a morph costs {predict_restart(job)}, and the shape should last {life_s:.0f} s)"
+        f"{ratio:.2f} times as much (a morph costs {predict_morph(job)}, and the shape should last {life_s:.0f} s)"
     )
 
 
@@ -281,7 +298,7 @@ def _compare_rates(now: float, job: JobView, before: Plan, after: Plan) -> str:
     """What the present and the proposed shape should give until the next loss."""
     assert job.proposal is not None
     present = ShapeOption(name=f"{before.p}×{before.d}", examples_per_s=_present_rate(job.proposal, before))
-    proposed = ShapeOption(name=f"{after.p}×{after.d}", examples_per_s=after.examples_per_s, cost=predict_restart(job))
+    proposed = ShapeOption(name=f"{after.p}×{after.d}", examples_per_s=after.examples_per_s, cost=predict_morph(job))
     _, text = choose_shape((present, proposed), predict_life_s(now, job, count_vms(job.proposal.placement)))
     return text
 

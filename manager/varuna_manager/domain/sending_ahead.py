@@ -6,13 +6,13 @@ counts where the generation leaves in the middle of the step, and each step that
 
 from __future__ import annotations
 
-from varuna_manager.domain.leaving_step import LEAST_REST_S, predict_rest_s
+from varuna_manager.domain.leaving_step import LEAST_REST_S, predict_growth_pause_s, predict_rest_s
 from varuna_manager.domain.newcomers import NewcomersView, WantedNewcomers
 from varuna_manager.domain.observed import GenerationView, Proposal
 
 __all__ = ["SENDING_SLOWDOWN", "has_sent_ahead", "is_sending_awaited"]
 
-_LEAST_MOVING_S = 1.0
+_LEAST_SAVED_S = 1.0
 """A shorter pause is not worth it."""
 SENDING_SLOWDOWN = 3.0
 """Beside training, the state takes longer than over links of its own. Of the processors it takes what is idle."""
@@ -37,17 +37,17 @@ def is_sending_awaited(
         present_rate: its examples/s.
         wait_s: how long after the first wish for the next generation this may begin, whatever its shape.
     """
-    moving_s = proposal.moves.in_place.whole_s
-    sending_s = SENDING_SLOWDOWN * moving_s
-    if moving_s < _LEAST_MOVING_S or generation.step_s < sending_s + LEAST_REST_S:
+    assert proposal.plan is not None
+    saved_s = predict_growth_pause_s(generation, proposal)
+    sending_s = SENDING_SLOWDOWN * proposal.moves.in_place.whole_s
+    if saved_s < _LEAST_SAVED_S or generation.step_s < sending_s + LEAST_REST_S:
         return False  # there is little to gain, or the step would be over before
     if view is None or view.wanted.request != wanted.request or view.sending_since is None:
-        assert proposal.plan is not None
         if view is not None and view.wanted.number == wanted.number and now - view.since >= wait_s:
             return False  # what is planned has changed again and again
         rest_s = predict_rest_s(now, generation)
         until_s = sending_s if rest_s >= sending_s + LEAST_REST_S else rest_s + sending_s
-        return until_s * (1.0 - present_rate / proposal.plan.examples_per_s) < moving_s
+        return until_s * (1.0 - present_rate / proposal.plan.examples_per_s) < saved_s
     if has_sent_ahead(generation, wanted, view):
         return predict_rest_s(now, generation) < LEAST_REST_S and _is_patient(now, generation, view, sending_s)
     return _is_patient(now, generation, view, sending_s)

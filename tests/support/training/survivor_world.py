@@ -34,7 +34,8 @@ class SurvivorWorld:
         self._stack, self._zygote, self._more = stack, zygote, more
         self._results = {rank: self.world.out / f"rank{rank}" for rank in self.ends}
         """Where each process leaves its results, without the suffix."""
-        self._others: list[Ranks] = []
+        self.others: list[Ranks] = []
+        """The new processes of later generations."""
         self.plan = self.world.environment(0).plan
         self._firsts: dict[int, int] = {}
         """By rank in the next generation: the number in `ends` of a new process that was started for it last."""
@@ -232,7 +233,7 @@ class SurvivorWorld:
             launched=launch,
             **more,  # type: ignore[arg-type]
         )
-        self._others.append(self._stack.enter_context(others))
+        self.others.append(self._stack.enter_context(others))
         self._results |= {first: others.out / f"rank{rank}" for rank, first in firsts.items()}
         return others
 
@@ -258,7 +259,7 @@ class SurvivorWorld:
 
     def finish(self) -> Outcome:
         """Waits for the end of all processes. Returns what the present ranks wrote."""
-        for world in (self.world, *self._others):
+        for world in (self.world, *self.others):
             world.exit_codes()
         paths = [self._results[first] for first in self.ranks]
         assert all(path.with_suffix(".json").exists() for path in paths), self.logs()
@@ -266,7 +267,7 @@ class SurvivorWorld:
 
     def logs(self) -> str:
         return "\n".join(
-            path.read_text() for world in (self.world, *self._others) for path in sorted(world.out.glob("*.log"))
+            path.read_text() for world in (self.world, *self.others) for path in sorted(world.out.glob("*.log"))
         )
 
 

@@ -12,7 +12,8 @@ Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "hosts_apart": bool, for links with several connections, whose messages are cut however small they are,
 "keeps_parameters": bool, for a script that cannot take another stage; "dies_in_move": the rank that dies when it does,
 by its first rank, "dies_connecting": the same, that dies when it connects with its new stage, "data_workers": of
-`Batches`,
+`Batches`, "reads_state": bool, of the optimizer, between `resume` and the first step, "reads_state_loading":
+bool, in `resume`,
 "pause_s": of each step from the third on; "counts": threads and descriptors of the process after each step,
 "cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
 """
@@ -119,6 +120,19 @@ def lose_peers(departure: Departure, out: Path, rank: int, step: int) -> None:
     departure.raise_if_leaving()
 
 
+class StateReader:
+    """A registered state that looks into the optimizer's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"steps": sorted({int(one["step"]) for one in self._optimizer.state.values()})}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        assert self.state_dict() == state
+
+
 def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     """Trains as the environment says and writes what this rank then has into `out`."""
     rank = int(next((os.environ[name] for name in RANKS if name in os.environ), "0"))
@@ -151,6 +165,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     own_list = list(model.parameters()) if wanted.get("keeps_parameters") else []
     model.set_optimizer(optimizer, loss_scale=task.loss_scale or "dynamic", init_loss_scale=2**10)
     model.register_state("scheduler", scheduler)
+    if wanted.get("reads_state_loading"):
+        model.register_state("reader", StateReader(optimizer))
     if wanted.get("dies_before_resume") == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     if wanted.get("dies_in_move") == rank:
@@ -158,6 +174,9 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     if wanted.get("dies_connecting") == rank:
         setattr(varuna.roles.membership, "connect_stage", die)  # noqa: B010 - no type of a patch
     first = model.resume() + 1
+    if wanted.get("reads_state"):
+        assert {int(one["step"]) for one in optimizer.state_dict()["state"].values()} - {first - 1} == set()
+        assert len(optimizer.state) == (len(list(model.parameters())) if first > 1 else 0)
     note_updates(out, rank)
     if wanted.get("misses_agreement", {}).get("rank") == rank:
         miss_agreement(out, **wanted["misses_agreement"])

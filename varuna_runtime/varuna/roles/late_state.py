@@ -6,8 +6,8 @@ optimizers' state and moving averages, two thirds of what it lacks or more, are 
 is fetched into host memory while the passes run.
 
 Until all ranks have what is late of the state, none has ended its move: a rank that leaves gives the state of the stage
-that it had. Each holds that until the update, as in any move. Where only sums are late, the move is over: a rank that
-leaves without them has nothing of the step.
+that it had, and a new process has none to give. Each holds that until the update, as in any move. Where only sums are
+late, the move is over: a rank that leaves without them has nothing of the step.
 """
 
 from __future__ import annotations
@@ -101,12 +101,17 @@ class LateState:
         self._files: Sequence[tuple[FileEntry, FileContent]] = ()
         self._have_all = False
         self._is_left = False
+        self._filling = threading.Lock()
         self._thread = threading.Thread(target=self._fetch, name="varuna-late-state", daemon=True)
 
     def begin(self) -> None:
         """Begins to fetch: this rank is connected with its new stage. Before, it could not go on with that, even if it
         were whole."""
         self._thread.start()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._thread.ident is not None
 
     def have_all(self) -> bool:
         """Whether all ranks have what is late, though it may not be in its place yet."""
@@ -126,8 +131,8 @@ class LateState:
         self.add_sums()
 
     def fill(self) -> None:
-        """Waits until all ranks have theirs, if some of the state is late, and fills this rank's. Raises as a worker
-        that leaves."""
+        """Waits until all ranks have theirs, if some of the state is late, and fills this rank's. From any thread;
+        raises as a worker that leaves."""
         if self.lacks_state:
             self._departure.wait_until(self.have_all)
             self._fill_now()
@@ -137,7 +142,7 @@ class LateState:
         for. Returns whether the gradients have the sums."""
         with self._departure.condition:
             self._is_left = True
-        if self._thread.ident is None:  # it has not begun
+        if not self.has_begun:
             self._source.close()
         if self.lacks_state and not self._have_all:
             return False
@@ -145,9 +150,11 @@ class LateState:
         return self.add_sums()
 
     def _fill_now(self) -> None:
-        files, self._files = self._files, ()
-        self._source.fill_for_update(files)
-        self.lacks_state = False
+        with self._filling:
+            if self.lacks_state:
+                files, self._files = self._files, ()
+                self._source.fill_for_update(files)
+                self.lacks_state = False
 
     def _fetch(self) -> None:
         began_s, fault = time.monotonic(), ""

@@ -101,6 +101,9 @@ class StateHolder:
         step = progress.find_committed(progress.newest_step)
         with self._leaving:
             self._has_left, is_moving = True, self._unmoved is not None
+        if not is_moving and self._parts.lacks_state and not self._parts.has_late_state:
+            _log.info("this new process ends with its generation: it has not got its whole state")
+            return False
         obstacle = "it was to take another stage" if is_moving else self.find_obstacle_in_step()
         if obstacle:
             _log.info(f"this process takes no part in the next generation and only gives its state: {obstacle}")
@@ -245,6 +248,7 @@ class StateHolder:
             is_whole = parts.habits.is_between_steps(parts.updater.optimizers, parts.checkpoints.registered)
         is_whole &= progress.other_call is None and not parts.updater.accumulation.is_pending
         is_whole &= self._held is None and self._unmoved is None and not self.is_between_stages
+        is_whole &= not self._parts.lacks_state
         if not is_whole or not are_finite(parts.parameters.values()):
             _log.warning("the script failed where its state is of no use to another process")
             return

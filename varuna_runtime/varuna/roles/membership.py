@@ -109,9 +109,10 @@ class GenerationMembership:
         environment = parts.worker.environment
         if environment.checkpoint_url and environment.generation > 1 and not parts.checkpoints.were_loaded:
             _log.warning("the script trains from step 0 again: call resume() after set_optimizer() to continue")
-        if parts.progress.step:
+        if parts.progress.step and not parts.checkpoints.state_bytes:
             parts.checkpoints.count_state()
-        report_ready(parts.worker, parts.progress.step, parts.checkpoints.sources)
+        sources = replace(parts.checkpoints.sources, late_bytes=parts.late_bytes)
+        report_ready(parts.worker, parts.progress.step, sources)
 
     # A new process among survivors
 
@@ -133,12 +134,17 @@ class GenerationMembership:
         self._require_together(settled.members)
         rest = plan_rest(settled, worker.environment, parts.stages)
         move, are_late = NewcomerMove(worker, parts.taken_ahead), are_sums_late(rest)
+        is_late = self._is_state_late(settled.members)
         try:
-            loaded, reason = move.take_state(parts.checkpoints.training_state(), without_sums=are_late)
+            loaded, reason = move.take_state(
+                parts.checkpoints.training_state(), for_passes=is_late, without_sums=are_late
+            )
             parts.taken_ahead.close()
             self._require_success(reason)
-            if are_late:
+            if is_late or are_late:
                 parts.await_late_state(move, end_move=lambda: None)
+                parts.checkpoints.count_state(late_bytes=parts.late_bytes)
+                move.hide_late_state(self._await_late_state)
         finally:
             if parts.late is None:
                 move.close()
@@ -159,6 +165,27 @@ class GenerationMembership:
             parts.late.begin()
         self._awaited_in = CallKind.STEP
         self.report_ready()
+
+    def _await_late_state(self) -> None:
+        """The script of this new process looks into the state of an optimizer that is late. If the others wait for it
+        to connect, all leave again, and new processes take the state."""
+        late = self._parts.late
+        assert late is not None, "it stays until the update"
+        if not late.has_begun:
+            self._require_success("a registered state looks into the optimizer's when it is loaded")
+        late.fill()
+
+    def _is_state_late(self, members: Sequence[GenerationMember]) -> bool:
+        """Whether what only the update reads comes while the passes run. The same on all ranks, whose scripts are at
+        the beginning of a step or in it.
+
+        One replica copies its new stages in the rest of the step, because another loss in it needs the copies. Those of
+        a stage that no process has are not kept beyond the move.
+        """
+        parts, environment = self._parts, self._parts.worker.environment
+        needs_all = bool(environment.keepers and environment.plan.d == 1)
+        needs_all |= bool(list_only_copied(members, parts.section_count))
+        return must_move(members, parts.stages) and not needs_all and may_be_late()
 
     def check_call(self, kind: CallKind) -> None:
         """Leaves, together with the survivors, where the script of this new process makes another call than theirs."""
@@ -442,13 +469,7 @@ class GenerationMembership:
         they had. New processes take it.
         """
         parts, rest = self._parts, None if step is None else step.rest
-        # New processes are in their scripts, which may read the whole state before the step. One replica copies its new
-        # stages in the rest of the step, because another loss in it needs the copies. Those of a stage that no process
-        # has are not kept beyond the move.
-        environment = parts.worker.environment
-        needs_all = any(one.is_new for one in meeting.members) or bool(environment.keepers and environment.plan.d == 1)
-        needs_all |= bool(list_only_copied(meeting.members, parts.section_count))
-        is_late = step is not None and step.totals is None and not needs_all and may_be_late()
+        is_late = self._is_state_late(meeting.members)
         sums, are_late = None if rest is None else rest.sums, are_sums_late(rest)
         self._holder.begin_move(before)
         self._require_together(meeting.members)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
 from varuna.holdings.exchange import StateExchange
 from varuna.holdings.inventory import HeldFile, HeldFiles
+from varuna.optim.awaited_state import AwaitedStates
 from varuna.optim.host_parameters import is_own_hook
 from varuna.optim.optimizers import allow_empty_stages, find_foreign_state, replace_parameters
 from varuna.optim.split_check import check_splittable
@@ -53,22 +54,65 @@ def find_stage_obstacle(parts: TrainingParts, stage: Stage) -> str:
     return ""
 
 
-class StageMove:
+class _Move:
+    """What is the same for all: some of the state may be fetched and filled later."""
+
+    def __init__(self, worker: WorkerProcess, ahead: AheadTaker | None, series: int | None = None) -> None:
+        """`ahead`: what has come of the state before. `series`: of what this rank has sent ahead; None: it has no
+        state."""
+        self._worker = worker
+        self._exchange = StateExchange(
+            lambda name, own: worker.rendezvous.exchange_values(name, worker.topology.everyone, own),
+            key=MeetingKey.from_environment(worker.environment),
+            rank=worker.environment.rank,
+            host=worker.rendezvous.own_address(),
+            series=series,
+            list_ahead=(lambda generation, step, of_series: ()) if ahead is None else ahead.list_states,
+        )
+        self._staged: StagedCheckpoint | None = None
+        """What this rank lacks for the update; None: nothing."""
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether `read_for_update` has not been called, or what it has returned has not been filled."""
+        return self._staged is not None
+
+    @property
+    def bytes_for_update(self) -> int:
+        """Of the files that `read_for_update` fetches."""
+        staged = self._staged
+        return 0 if staged is None else self._exchange.count_peer_bytes(list_for_update(staged.manifest, staged.state))
+
+    def read_for_update(self) -> list[tuple[FileEntry, FileContent]]:
+        """What this rank lacks for the update, in host memory. From one thread, when it has been staged. Raises
+        CheckpointError."""
+        return [] if self._staged is None else list(self._staged.read_for_update())
+
+    def fill_for_update(self, files: Sequence[tuple[FileEntry, FileContent]]) -> None:
+        """Fills what `read_for_update` has returned."""
+        if self._staged is not None:
+            self._staged.fill_for_update(files)
+        self._staged = None  # nobody may keep parameters: the next move would take it for the script
+
+    def close(self) -> None:
+        """Ends the connections of the exchange."""
+        self._exchange.close()
+
+
+class StageMove(_Move):
     """One rank's move to another stage. All ranks make one, and call its methods in the same order."""
 
     def __init__(self, parts: TrainingParts) -> None:
         """`parts`: of a worker that is in the generation whose ranks move."""
-        self._worker, self._parts = parts.worker, parts
         ahead = parts.ahead
-        self._exchange = _make_exchange(
+        super().__init__(
             parts.worker, None if ahead is None else ahead.taker, series=0 if ahead is None else ahead.series
         )
+        self._parts = parts
         self._before: dict[str, nn.Parameter] = {}
         """The parameters that the script had, by name."""
         self._own_sums: list[dict[str, Tensor]] = []
         """The sums of gradients that stay with this rank, each by first name of the parameter."""
-        self._staged: StagedCheckpoint | None = None
-        """What this rank lacks for the update; None: nothing."""
 
     @property
     def peer_bytes(self) -> int:
@@ -164,28 +208,6 @@ class StageMove:
         has been staged. Raises OSError, ValueError."""
         return list(self._exchange.take_beside())
 
-    @property
-    def lacks_state(self) -> bool:
-        """Whether `read_for_update` has not been called, or what it has returned has not been filled."""
-        return self._staged is not None
-
-    @property
-    def bytes_for_update(self) -> int:
-        """Of the files that `read_for_update` fetches."""
-        staged = self._staged
-        return 0 if staged is None else self._exchange.count_peer_bytes(list_for_update(staged.manifest, staged.state))
-
-    def read_for_update(self) -> list[tuple[FileEntry, FileContent]]:
-        """What this rank lacks for the update, in host memory. From one thread, after `take_stage`. Raises
-        CheckpointError."""
-        return [] if self._staged is None else list(self._staged.read_for_update())
-
-    def fill_for_update(self, files: Sequence[tuple[FileEntry, FileContent]]) -> None:
-        """Fills what `read_for_update` has returned."""
-        if self._staged is not None:
-            self._staged.fill_for_update(files)
-        self._staged = None  # nobody may keep parameters: the next move would take it for the script
-
     def keep_stage(self) -> str:
         """As `take_stage`, where this rank and all that were there before keep their stages, and new ones take theirs.
 
@@ -193,10 +215,6 @@ class StageMove:
         """
         _, reason = self._exchange.stage_state(None, "")
         return self._exchange.agree(reason)
-
-    def close(self) -> None:
-        """Ends the connections of the exchange."""
-        self._exchange.close()
 
     def _recut(
         self, before: Stage, model_map: ModelMap
@@ -275,21 +293,22 @@ class StageMove:
         return self._parts.device if self._parts.updater.host is None else torch.device("cpu")
 
 
-class NewcomerMove:
-    """A new process's part where the others make a `StageMove`. Its whole state comes at once; sums may be late."""
-
-    lacks_state = False
-    bytes_for_update = 0
+class NewcomerMove(_Move):
+    """A new process's part where the others make a `StageMove`."""
 
     def __init__(self, worker: WorkerProcess, ahead: AheadTaker) -> None:
         """`ahead`: what has come of the state before."""
-        self._exchange = _make_exchange(worker, ahead)
+        super().__init__(worker, ahead)
+        self._awaited: AwaitedStates | None = None
+        """What the script finds in the place of its optimizers' states that are late."""
         self._sums: list[dict[str, Tensor]] | None = None
         """Of the step under way, each of another rank; None: they have not been read."""
 
-    def take_state(self, state: TrainingState, *, without_sums: bool) -> tuple[LoadedCheckpoint | None, str]:
+    def take_state(
+        self, state: TrainingState, *, for_passes: bool, without_sums: bool
+    ) -> tuple[LoadedCheckpoint | None, str]:
         """Fills `state` with what the others hold. Returns what was loaded, or None and the reason, which all ranks
-        get. `without_sums`: they are not read yet."""
+        get. `for_passes`, `without_sums`: as of `StageMove.take_stage`."""
         reason = self._exchange.share_inventories(None, "")
         if reason:
             return None, reason
@@ -297,7 +316,7 @@ class NewcomerMove:
         staged, reason = self._exchange.stage_state(state, "")
         if staged is not None:
             try:
-                loaded = staged.fill_state()
+                loaded = self._fill(staged, for_passes=for_passes)
                 if not without_sums:
                     self.read_sums()
             except (CheckpointError, OSError, ValueError) as error:
@@ -305,31 +324,30 @@ class NewcomerMove:
         reason = self._exchange.agree(reason)
         return (None, reason) if reason else (loaded, "")
 
+    def _fill(self, staged: StagedCheckpoint, *, for_passes: bool) -> LoadedCheckpoint:
+        if not for_passes:
+            return staged.fill_state()
+        staged.fill_values()
+        self._staged = staged
+        return staged.count_loaded()
+
+    def hide_late_state(self, wait: Callable[[], None]) -> None:
+        """From now on the script waits where it looks into an optimizer's state that is late. `wait`: returns when that
+        has been filled."""
+        if self._staged is not None:
+            self._awaited = AwaitedStates(self._staged.state.optimizers, wait)
+
+    def fill_for_update(self, files: Sequence[tuple[FileEntry, FileContent]]) -> None:
+        if self._awaited is not None:
+            self._awaited.release()
+            self._awaited = None
+        super().fill_for_update(files)
+
     def read_sums(self) -> list[dict[str, Tensor]]:
         """As of `StageMove`."""
         if self._sums is None:
             self._sums = list(self._exchange.take_beside())
         return self._sums
-
-    def read_for_update(self) -> list[tuple[FileEntry, FileContent]]:
-        return []
-
-    def fill_for_update(self, files: Sequence[tuple[FileEntry, FileContent]]) -> None: ...
-
-    def close(self) -> None:
-        """Ends the connections of the exchange."""
-        self._exchange.close()
-
-
-def _make_exchange(worker: WorkerProcess, ahead: AheadTaker | None, series: int | None = None) -> StateExchange:
-    return StateExchange(
-        lambda name, own: worker.rendezvous.exchange_values(name, worker.topology.everyone, own),
-        key=MeetingKey.from_environment(worker.environment),
-        rank=worker.environment.rank,
-        host=worker.rendezvous.own_address(),
-        series=series,
-        list_ahead=(lambda generation, step, of_series: ()) if ahead is None else ahead.list_states,
-    )
 
 
 def _join_sums(into: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:

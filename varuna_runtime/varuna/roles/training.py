@@ -417,9 +417,9 @@ class TrainingRole:
     def _limit_pass(self, micro_batches: Sequence[MicroBatch], *, may_keep: bool) -> EarlyEnd:
 
         def may_end() -> bool:
-            late = self._parts.late
-            is_whole = late is None or late.have_all()
-            return is_whole and may_keep and self._is_weight_known() and not self._holder.find_obstacle()
+            return (
+                self._parts.has_late_state and may_keep and self._is_weight_known() and not self._holder.find_obstacle()
+            )
 
         sizes = [micro_batch.examples for micro_batch in micro_batches]
         return EarlyEnd(self._worker, self._progress.step + 1, sizes, may_end=may_end)

@@ -173,6 +173,11 @@ class TrainingParts:
         return self.late is not None and self.late.lacks_state
 
     @property
+    def has_late_state(self) -> bool:
+        """Whether all that is late is there for all ranks, though it may not be in its place yet."""
+        return self.late is None or self.late.have_all()
+
+    @property
     def can_copy_state(self) -> bool:
         """Whether the state is that after a step, and nothing waits to be added to it."""
         return self.progress.step > 0 and not self.lacks_state and not self.updater.accumulation.is_pending

@@ -18,6 +18,8 @@ from training_world import Zygote, assert_exact
 
 SCRIPT = Path(late_state_script.__file__)
 STEPS, LOST_IN = 6, 4
+PAUSE_S = 0.4
+"""Of each step from the third on, in one of which a command comes to leave."""
 
 
 def lose_one(
@@ -120,18 +122,105 @@ def test_a_rank_is_lost_before_others_have_their_sums(zygote: Zygote, tmp_path: 
         assert [(one.gives_only, one.step) for one in left] == [(False, LOST_IN - 1)] * 3
 
 
-def finish_in_new_processes(stack: ExitStack, zygote: Zygote, folder: Path, world: SurvivorWorld, lost: int) -> None:
-    """The ranks of 3×1 but the `lost` one, of the first generation, only give the state that they had in 2×2."""
+def grow_late(
+    stack: ExitStack,
+    zygote: Zygote,
+    folder: Path,
+    task: Task,
+    late: dict[str, Any],
+    of_new: dict[str, Any] | None = None,
+    **wanted: Any,
+) -> tuple[SurvivorWorld, int]:
+    """1×2 goes on as 3×1, with a new process as rank 1, after the step that is returned.
+
+    `late`: of the first ranks; `of_new`: of the new process, if that is not the same.
+    """
+    wanted |= {"late": late, "pause_s": PAUSE_S}
+    world = SurvivorWorld(stack, zygote, folder, task, 1, 2, script=SCRIPT, wanted=wanted)
+    world.leave_at_boundary()
+    late_of_new = {} if of_new is None else {"late": of_new}
+    return world, world.grow(replace(world.plan, p=3, d=1), [1, None, 0], wanted=late_of_new)
+
+
+NEW = 2
+"""The new process, among all."""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"optimizer": "lamb", "offload": True, "tied": True}, marks=pytest.mark.slow),
+        pytest.param({"groups": True, "frozen": True, "checkpointed": True}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "offload", "groups"],
+)
+def test_passes_run_before_a_new_process_has_the_optimizers_state(
+    more: dict[str, Any], zygote: Zygote, tmp_path: Path
+) -> None:
+    task = Task(steps=STEPS, doubled=True, clip=0.5, **more)
+    with ExitStack() as stack:
+        world, _ = grow_late(stack, zygote, tmp_path, task, {"after_forward": [0, 1]})
+        assert_exact(world.finish(), train_plainly(task), task)
+        came = json.loads((world.others[0].out / "late.rank1.json").read_text())
+        ready = world.ends[NEW].wait_for_number("ready", 1).ready
+        assert came["forwards"]
+        assert ready.late_bytes == came["bytes"]
+        assert ready.peer_bytes > 0
+        assert (ready.late_bytes > ready.peer_bytes) == (not task.frozen), "all of its stage is frozen"
+
+
+def test_a_script_that_looks_into_late_state_waits_for_it(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS, doubled=True)
+    with ExitStack() as stack:
+        world, _ = grow_late(stack, zygote, tmp_path, task, {}, reads_state=True)
+        assert_exact(world.finish(), train_plainly(task), task)
+        assert world.ends[NEW].wait_for_number("ready", 1).ready.late_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("late", "of_new", "reads_state"),
+    [
+        ({"never": [0]}, {"dies": [1]}, False),
+        ({}, {"fails": [1]}, False),
+        ({"dies": [1]}, {"never": [1]}, False),
+        ({"dies": [1]}, {"never": [1]}, True),
+    ],
+    ids=["it dies", "it cannot have it", "another one dies", "another one dies while the script waits for it"],
+)
+def test_a_new_process_without_its_late_state_ends(
+    late: dict[str, Any], of_new: dict[str, Any], reads_state: bool, zygote: Zygote, tmp_path: Path
+) -> None:
+    """The others have the whole state of the stages that they had."""
+    task = Task(steps=STEPS, doubled=True)
+    with ExitStack() as stack:
+        world, step = grow_late(stack, zygote, tmp_path, task, late, of_new, reads_state=reads_state)
+        finish_in_new_processes(stack, zygote, tmp_path, world, {NEW, *late.get("dies", ())}, step)
+        assert not world.ends[NEW].list_messages("generation_left")
+
+
+def test_a_registered_state_that_looks_into_late_state_ends_the_move(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS, doubled=True)
+    with ExitStack() as stack:
+        world, step = grow_late(stack, zygote, tmp_path, task, {}, reads_state_loading=True)
+        finish_in_new_processes(stack, zygote, tmp_path, world, {NEW}, step)
+        assert "a registered state looks into the optimizer's when it is loaded" in world.logs()
+
+
+def finish_in_new_processes(
+    stack: ExitStack, zygote: Zygote, folder: Path, world: SurvivorWorld, lost: set[int], step: int = LOST_IN - 1
+) -> None:
+    """The ranks of 3×1 but the `lost` ones only give the state that they had before, after `step`."""
     task = world.world.task
-    holders = {rank: first for rank, first in enumerate(world.ranks) if first != lost}
+    holders = {rank: first for rank, first in enumerate(world.ranks) if first not in lost}
     left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in holders.values()]
-    assert [(one.gives_only, one.step) for one in left] == [(True, LOST_IN - 1)] * len(holders)
+    assert [(one.gives_only, one.step) for one in left] == [(True, step)] * len(holders)
     after = LeavingGeneration(stack, zygote, folder, task, 2, 1, generation=3, holders=tuple(holders))
     for first in holders.values():
         world.ends[first].give_state(after.world.holder_environment())
     outcome = after.finish()
-    assert_taken_from_memory(after, LOST_IN - 1)
-    assert_exact(outcome, train_plainly(task), task, after=LOST_IN - 1)
+    assert_taken_from_memory(after, step)
+    assert_exact(outcome, train_plainly(task), task, after=step)
 
 
 def test_a_rank_is_lost_before_all_have_their_late_state(zygote: Zygote, tmp_path: Path) -> None:
@@ -139,14 +228,14 @@ def test_a_rank_is_lost_before_all_have_their_late_state(zygote: Zygote, tmp_pat
     task = Task(steps=STEPS)
     with ExitStack() as stack:
         world = lose_one(stack, zygote, tmp_path, task, {"never": [3], "dies": [2]})
-        finish_in_new_processes(stack, zygote, tmp_path, world, 2)
+        finish_in_new_processes(stack, zygote, tmp_path, world, {2})
 
 
 def test_late_state_that_cannot_be_had_ends_the_move(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS)
     with ExitStack() as stack:
         world = lose_one(stack, zygote, tmp_path, task, {"fails": [0]})
-        finish_in_new_processes(stack, zygote, tmp_path, world, -1)
+        finish_in_new_processes(stack, zygote, tmp_path, world, set())
 
 
 def test_a_rank_is_lost_when_all_have_their_late_state(zygote: Zygote, tmp_path: Path) -> None:

@@ -93,6 +93,18 @@ def test_it_leaves_at_once_where_sending_ahead_is_not_worth_it(view: JobView) ->
     assert find_stop(ask(view, prepare(view))).mode in (StopMode.HOLD_FIRST, StopMode.HOLD_WITHIN_STEP)
 
 
+@pytest.mark.parametrize(("late_s", "sends"), [(4.5, True), (5.5, False)])
+def test_what_comes_while_the_step_runs_is_not_worth_sending_ahead(late_s: float, sends: bool) -> None:
+    """Of 6 s in which the state moves to other stages, a second or more is worth it."""
+    view = growing()
+    assert view.proposal is not None
+    plan = replace(plan_for(1, 8.5), p=2, predicted_minibatch_s=80.0)
+    moves = StateMoves(12.0, MovingTime(MOVING_S, late_s))
+    view = replace(view, proposal=replace(view.proposal, plan=plan, moves=moves))
+    decision = ask(view, prepare(view))
+    assert (decision.newcomers is not None and decision.newcomers.sends_state) == sends
+
+
 def test_it_leaves_at_once_where_what_it_has_of_the_step_would_not_count() -> None:
     view = growing(running(plan=replace(plan_for(1), micro_batch=3)))
     assert view.proposal is not None

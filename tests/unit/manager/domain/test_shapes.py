@@ -30,6 +30,7 @@ from varuna_manager.domain.actions import (
     StartGeneration,
     StopGeneration,
 )
+from varuna_manager.domain.better_shape import predict_morph
 from varuna_manager.domain.devices import choose_devices, list_waiting_devices
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.job_decision import decide_job, wants_plan
@@ -44,7 +45,7 @@ from varuna_manager.domain.states import (
     StopMode,
     VmState,
 )
-from varuna_planner.liveput.morph_cost import MovingTime, StateMoves
+from varuna_planner.liveput.morph_cost import PRIOR_FIXED_S, MorphKind, MovingTime, StateMoves
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_proto.plan import Device, Plan
 
@@ -153,14 +154,14 @@ def test_growth_must_earn_what_a_morph_costs() -> None:
         generation(worker(0, "a")),
         devices=here,
         proposal=grown,
-        morphs=MorphEstimate(cost_s=10.0),
+        morphs=MorphEstimate(in_place_s=10.0),
         fleet=losses(7.0),  # a loss each 257 s on two VMs, which counts as 240 s
     )
     (stop,) = decide_when_prepared(cheap, vm("a"), vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert "a morph costs 10.0 s; over 240 s 1×2 gives 2,208 examples, 1×1 1,920" in stop.reason
     dear = replace(
-        cheap, morphs=MorphEstimate(cost_s=30.0), proposal=replace(grown, moves=StateMoves(30.0, MovingTime()))
+        cheap, morphs=MorphEstimate(in_place_s=30.0), proposal=replace(grown, moves=StateMoves(0.0, MovingTime(30.0)))
     )
     decision = decide_when_prepared(dear, vm("a"), vm("b"))
     assert not decision.actions
@@ -168,8 +169,60 @@ def test_growth_must_earn_what_a_morph_costs() -> None:
         "less than 1.33 times as much (a morph costs 60.0 s: 30.0 s to start and meet, 30.0 s for the state, and the "
         "shape should last 240 s)" in decision.reason
     )
-    hopeless = replace(cheap, morphs=MorphEstimate(cost_s=240.0), proposal=proposal(here, 8.0 * 100))
+    hopeless = replace(cheap, morphs=MorphEstimate(in_place_s=240.0), proposal=proposal(here, 8.0 * 100))
     assert not decide(hopeless, vm("a"), vm("b")).actions
+
+
+@pytest.mark.parametrize("obstacle", ["nothing is started ahead", "newcomers fail", "stages are fixed"])
+def test_growth_by_new_processes_must_earn_what_these_cost(obstacle: str) -> None:
+    here = devices("a", "b")
+    view = job(
+        generation(worker(0, "a")),
+        devices=here,
+        proposal=replace(proposal(here, 8.0 * 1.2), moves=StateMoves(30.0, MovingTime(5.0))),
+        morphs=MorphEstimate(cost_s=30.0, in_place_s=5.0),
+        fleet=losses(7.0),
+        starts_ahead=obstacle != "nothing is started ahead",
+        newcomers_obstacle="they fail" if obstacle == "newcomers fail" else "",
+        has_fixed_stages=obstacle == "stages are fixed",
+    )
+    decision = decide(view, vm("a"), vm("b"))
+    assert not decision.actions
+    assert "a morph costs 60.0 s: 30.0 s to start and meet, 30.0 s for the state" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("keepers", "stages", "pause_s"),
+    [
+        ((), ((0, 3), (0, 2, 4)), 4.0),
+        ((), ((0, 3), (0, 3)), 12.0),  # those who are there train on at once
+        ((1, 0), ((0, 3), (0, 2, 4)), 12.0),  # one replica begins at once to copy its stages
+    ],
+    ids=["other stages", "the same stages", "copies"],
+)
+def test_growth_in_place_waits_for_what_passes_read(
+    keepers: tuple[int, ...], stages: tuple[tuple[int, ...], tuple[int, ...]], pause_s: float
+) -> None:
+    """The state moves in 12 s, 8 of them for what only the update reads, and a step takes longer."""
+    here = devices("a", "b", "c")
+    before, after = (
+        Plan(
+            p=len(starts),
+            d=1,
+            micro_batch=1,
+            global_batch=8,
+            predicted_minibatch_s=20.0,
+            examples_per_s=rate,
+            stage_starts=starts,
+        )
+        for starts, rate in zip(stages, (0.2, 0.4), strict=True)
+    )
+    running = replace(generation(worker(0, "a"), worker(1, "b"), plan=before), keepers=keepers)
+    moves = StateMoves(40.0, MovingTime(12.0, 8.0))
+    view = job(running, devices=here, proposal=Proposal(plan=after, placement=here[: after.p], moves=moves))
+    cost = predict_morph(view)
+    assert (cost.kind, cost.fixed_s) == (MorphKind.IN_PLACE, PRIOR_FIXED_S[MorphKind.IN_PLACE])
+    assert cost.moving_s == pytest.approx(pause_s)
 
 
 def test_a_generation_in_place_finishes_its_step_and_grows() -> None:
@@ -346,7 +399,7 @@ def test_a_vm_that_is_almost_there_is_waited_for_when_that_is_cheaper_than_anoth
 
 def test_a_fleet_that_has_been_stable_for_long_is_worth_a_dear_morph() -> None:
     here = devices("a", "b")
-    dear = MorphEstimate(cost_s=200.0)
+    dear = MorphEstimate(in_place_s=200.0)
     busy = losses(3.0)
     view = job(generation(worker(0, "a")), devices=here, proposal=proposal(here, 8.0 * 1.2), morphs=dear, fleet=busy)
     assert not decide(view, vm("a"), vm("b")).actions

@@ -121,7 +121,7 @@ class StagedCheckpoint:
     """A verified checkpoint, or the state that other processes hold, ready to be loaded into this rank's."""
 
     loaded: LoadedCheckpoint
-    """Its counts of bytes are final after `fill_state`."""
+    """Its counts of bytes are those of what was read to stage it: `count_loaded` has them all."""
     state: TrainingState
     manifest: Manifest
     reader: ContentReader
@@ -132,6 +132,10 @@ class StagedCheckpoint:
         """Fills the state, file by file. Raises CheckpointError when a file has changed since it was verified."""
         self.fill_values()
         self.fill_for_update(self.read_for_update())
+        return self.count_loaded()
+
+    def count_loaded(self) -> LoadedCheckpoint:
+        """`loaded`, with the bytes that have been read so far."""
         reader = self.reader
         return replace(
             self.loaded, bytes_read=reader.bytes_read, store_bytes=reader.store_bytes, peer_bytes=reader.peer_bytes
