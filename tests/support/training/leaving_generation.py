@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 
 from agent_end import AgentEnd
 from small_gpt import Task, train_plainly
+from survivor_world import SurvivorWorld
 from training_world import Outcome, Ranks, Zygote, assert_exact
 from varuna_proto.environment import EXIT_GENERATION_ENDED
-from varuna_proto.v1 import agent_pb2
+from varuna_proto.v1 import agent_pb2, worker_pb2
 
 
 class LeavingGeneration:
@@ -73,3 +75,23 @@ def replace_steps(generation: LeavingGeneration, through: int) -> LeavingGenerat
     kept = {step: loss for step, loss in generation.losses().items() if step <= through}
     generation.losses = lambda: kept  # type: ignore[method-assign]
     return generation
+
+
+def finish_in_new_processes(
+    stack: ExitStack, zygote: Zygote, folder: Path, world: SurvivorWorld, holders: Mapping[int, int]
+) -> list[worker_pb2.GenerationLeft]:
+    """New processes of 2×1 train on after the second generation of `world`, with what `holders` have, which is
+    everything. Returns what these said when they left it.
+
+    `holders`: by their ranks in it, their ranks in the first generation.
+    """
+    task = world.world.task
+    left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in holders.values()]
+    (step,) = {one.step for one in left}
+    after = LeavingGeneration(stack, zygote, folder, task, 2, 1, generation=3, holders=tuple(holders))
+    for first in holders.values():
+        world.ends[first].give_state(after.world.holder_environment())
+    outcome = after.finish()
+    assert_taken_from_memory(after, step)
+    assert_exact(outcome, train_plainly(task), task, after=step)
+    return left

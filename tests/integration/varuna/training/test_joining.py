@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from leaving_generation import LeavingGeneration, assert_taken_from_memory
+from leaving_generation import finish_in_new_processes
 from small_gpt import Task, train_plainly
 from survivor_world import SurvivorWorld
 from training_world import Zygote, assert_exact
@@ -59,21 +59,6 @@ def test_a_job_grows_with_its_processes_and_new_ones(
             assert not is_new or ready.peer_bytes > 0
 
 
-def finish_in_new_processes(
-    stack: ExitStack, zygote: Zygote, folder: Path, world: SurvivorWorld, holders: tuple[int, ...], p: int
-) -> None:
-    """What `holders` have, who keep their ranks, is everything."""
-    task = world.world.task
-    left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in holders]
-    (step,) = {one.step for one in left}
-    after = LeavingGeneration(stack, zygote, folder, task, p, 1, generation=3, holders=holders)
-    for first in holders:
-        world.ends[first].give_state(after.world.holder_environment())
-    outcome = after.finish()
-    assert_taken_from_memory(after, step)
-    assert_exact(outcome, train_plainly(task), task, after=step)
-
-
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [
@@ -91,5 +76,5 @@ def test_the_others_keep_everything_where_a_new_process_cannot_join(
         world = SurvivorWorld(stack, zygote, tmp_path, task, 1, 1, wanted={"pause_s": PAUSE_S})
         world.leave_at_boundary()
         world.grow(replace(world.plan, d=2), [0, None], wanted=wanted)
-        finish_in_new_processes(stack, zygote, tmp_path, world, (0,), 2)
+        finish_in_new_processes(stack, zygote, tmp_path, world, {0: 0})
         assert reason in world.logs()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import late_state_script
-from leaving_generation import LeavingGeneration, assert_taken_from_memory
+from leaving_generation import finish_in_new_processes
 from small_gpt import Task, train_plainly
 from survivor_world import SurvivorWorld
 from training_world import Zygote, assert_exact
@@ -196,7 +196,7 @@ def test_a_new_process_without_its_late_state_ends(
     task = Task(steps=STEPS, doubled=True)
     with ExitStack() as stack:
         world, step = grow_late(stack, zygote, tmp_path, task, late, of_new, reads_state=reads_state)
-        finish_in_new_processes(stack, zygote, tmp_path, world, {NEW, *late.get("dies", ())}, step)
+        finish_with_state_before(stack, zygote, tmp_path, world, {NEW, *late.get("dies", ())}, step)
         assert not world.ends[NEW].list_messages("generation_left")
 
 
@@ -208,23 +208,16 @@ def test_a_registered_state_that_looks_into_late_state_ends_the_move(zygote: Zyg
         assert "a registered state looks into the optimizer's when it is loaded" in obstacle
         for first in (0, 1):  # as the manager does when the new process has ended
             world.ends[first].send_leave(agent_pb2.STOP_MODE_LEAVE_NOW, keep_state=True)
-        finish_in_new_processes(stack, zygote, tmp_path, world, {NEW}, step)
+        finish_with_state_before(stack, zygote, tmp_path, world, {NEW}, step)
 
 
-def finish_in_new_processes(
+def finish_with_state_before(
     stack: ExitStack, zygote: Zygote, folder: Path, world: SurvivorWorld, lost: set[int], step: int = LOST_IN - 1
 ) -> None:
     """The ranks of 3×1 but the `lost` ones only give the state that they had before, after `step`."""
-    task = world.world.task
     holders = {rank: first for rank, first in enumerate(world.ranks) if first not in lost}
-    left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in holders.values()]
+    left = finish_in_new_processes(stack, zygote, folder, world, holders)
     assert [(one.gives_only, one.step) for one in left] == [(True, step)] * len(holders)
-    after = LeavingGeneration(stack, zygote, folder, task, 2, 1, generation=3, holders=tuple(holders))
-    for first in holders.values():
-        world.ends[first].give_state(after.world.holder_environment())
-    outcome = after.finish()
-    assert_taken_from_memory(after, step)
-    assert_exact(outcome, train_plainly(task), task, after=step)
 
 
 def test_a_rank_is_lost_before_all_have_their_late_state(zygote: Zygote, tmp_path: Path) -> None:
@@ -232,14 +225,14 @@ def test_a_rank_is_lost_before_all_have_their_late_state(zygote: Zygote, tmp_pat
     task = Task(steps=STEPS)
     with ExitStack() as stack:
         world = lose_one(stack, zygote, tmp_path, task, {"never": [3], "dies": [2]})
-        finish_in_new_processes(stack, zygote, tmp_path, world, {2})
+        finish_with_state_before(stack, zygote, tmp_path, world, {2})
 
 
 def test_late_state_that_cannot_be_had_ends_the_move(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS)
     with ExitStack() as stack:
         world = lose_one(stack, zygote, tmp_path, task, {"fails": [0]})
-        finish_in_new_processes(stack, zygote, tmp_path, world, set())
+        finish_with_state_before(stack, zygote, tmp_path, world, set())
 
 
 def test_a_rank_is_lost_when_all_have_their_late_state(zygote: Zygote, tmp_path: Path) -> None:

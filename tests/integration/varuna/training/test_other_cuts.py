@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from leaving_generation import LeavingGeneration, assert_taken_from_memory
+from leaving_generation import finish_in_new_processes
 from small_gpt import Task, train_plainly
 from survivor_world import SurvivorWorld
 from training_world import Ranks, Zygote, assert_exact
@@ -83,22 +83,6 @@ def test_a_loss_takes_the_others_to_another_shape(zygote: Zygote, tmp_path: Path
         assert world.ends[3].wait_for_number("ready", 2).ready.micro_batches_redone == task.global_batch // 4
 
 
-def finish_in_new_processes(
-    stack: ExitStack, zygote: Zygote, folder: Path, world: SurvivorWorld, holders: dict[int, int]
-) -> None:
-    """What `holders` have is everything. They are given by their ranks now, with their first ranks."""
-    task = world.world.task
-    left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in holders.values()]
-    assert all(one.gives_only for one in left)
-    (step,) = {one.step for one in left}
-    after = LeavingGeneration(stack, zygote, folder, task, 2, 1, generation=3, holders=tuple(holders))
-    for first in holders.values():
-        world.ends[first].give_state(after.world.holder_environment())
-    outcome = after.finish()
-    assert_taken_from_memory(after, step)
-    assert_exact(outcome, train_plainly(task), task, after=step)
-
-
 def test_a_rank_is_lost_in_the_exchange_and_the_others_have_everything(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS)
     with ExitStack() as stack:
@@ -106,7 +90,8 @@ def test_a_rank_is_lost_in_the_exchange_and_the_others_have_everything(zygote: Z
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
         world.leave_at_boundary()
         world.go_on_as(replace(world.plan, p=4, d=1), [3, 2, 1, 0])
-        finish_in_new_processes(stack, zygote, tmp_path, world, {0: 3, 2: 1, 3: 0})
+        left = finish_in_new_processes(stack, zygote, tmp_path, world, {0: 3, 2: 1, 3: 0})
+        assert all(one.gives_only for one in left)
 
 
 def test_a_rank_is_lost_as_the_others_connect_with_their_new_stages(zygote: Zygote, tmp_path: Path) -> None:
@@ -116,7 +101,8 @@ def test_a_rank_is_lost_as_the_others_connect_with_their_new_stages(zygote: Zygo
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
         world.leave_at_boundary()
         world.go_on_as(replace(world.plan, p=4, d=1), [3, 2, 1, 0])
-        finish_in_new_processes(stack, zygote, tmp_path, world, {0: 3, 2: 1, 3: 0})
+        left = finish_in_new_processes(stack, zygote, tmp_path, world, {0: 3, 2: 1, 3: 0})
+        assert all(one.gives_only for one in left)
 
 
 def test_a_script_that_keeps_parameters_restarts_from_memory(zygote: Zygote, tmp_path: Path) -> None:
@@ -128,4 +114,5 @@ def test_a_script_that_keeps_parameters_restarts_from_memory(zygote: Zygote, tmp
         world.go_on_as(replace(world.plan, p=1, d=2), [1, 0])
         reason = world.wait_for_obstacle()
         assert reason.startswith(f"{OTHER_STAGES}the script or a module keeps ")
-        finish_in_new_processes(stack, zygote, tmp_path, world, {0: 1, 1: 0})
+        left = finish_in_new_processes(stack, zygote, tmp_path, world, {0: 1, 1: 0})
+        assert all(one.gives_only for one in left)
