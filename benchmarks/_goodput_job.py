@@ -20,9 +20,9 @@ from _goodput_setting import Plans, Start, State, Stop, System
 
 from varuna.copies.parting import list_lonely
 from varuna_manager.domain.leaving_step import predict_fill_s
-from varuna_manager.domain.moving_state import predict_pause_s
+from varuna_manager.domain.moving_state import predict_pause_s, predict_sums_pause_s
 from varuna_planner.liveput.copies import CopiedParts, predict_copying_share
-from varuna_planner.liveput.morph_cost import SUMS_PART, MorphCost, MorphKind, MovingTime, StateMoves
+from varuna_planner.liveput.morph_cost import SUMS_PART, MorphCost, MorphKind, StateMoves
 from varuna_planner.liveput.spot_trace import SpotTrace
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Plan
@@ -472,8 +472,7 @@ class ReplayedJob:
         rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
         has_sums = self.done > 1e-9 * start.plan.global_batch
         if before.stop is not None and before.stop.has_state and before.first_loss_s is None:
-            sums_s = SUMS_PART * moves.in_place.whole_s * has_sums
-            return MovingTime().with_sums(sums_s).predict_wait_s(rest_s)
+            return predict_sums_pause_s(moves.in_place, rest_s) if has_sums else 0.0
         copies = self._find_wanted_copies(start).states
         return predict_pause_s(self.holding.plan, start.plan, moves.in_place, rest_s, copies=copies, with_sums=has_sums)
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from varuna_manager.domain.actions import Decision
 from varuna_manager.domain.holders import choose_planned_stop
-from varuna_manager.domain.leaving_step import may_leave_within_step, predict_growth_pause_s, render_gain_within_step
+from varuna_manager.domain.leaving_step import may_leave_within_step, render_gain_within_step
+from varuna_manager.domain.moving_state import predict_growth_pause_s
 from varuna_manager.domain.newcomers import WantedNewcomers, judge_newcomers
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
 from varuna_manager.domain.other_stages import list_at_door, may_take_other_stages

@@ -8,10 +8,9 @@ Letters: P stages, D replicas; rank = replica * P + stage.
 
 from __future__ import annotations
 
-from varuna_manager.domain.moving_state import predict_pause_s
+from varuna_manager.domain.moving_state import predict_growth_pause_s, predict_sums_pause_s
 from varuna_manager.domain.observed import GenerationView, Proposal
 from varuna_manager.domain.states import ExitCause, StopMode
-from varuna_planner.liveput.morph_cost import SUMS_PART
 from varuna_planner.schedule.batching import count_micro_batches, shared_micro_batch
 from varuna_proto.plan import Plan
 
@@ -23,7 +22,6 @@ __all__ = [
     "may_leave_within_step",
     "part_left",
     "predict_fill_s",
-    "predict_growth_pause_s",
     "predict_parting_s",
     "predict_rest_s",
     "render_gain_within_step",
@@ -62,24 +60,14 @@ def render_gain_within_step(
     if rest_s < LEAST_REST_S or _has_only_just_begun(now, generation):
         return ""
     rest_after_s = rest_s * present_rate / after.examples_per_s
-    moving = proposal.moves.in_place
     gain_s = rest_s - rest_after_s + has_state * predict_growth_pause_s(generation, proposal)
-    sums_s = max(0.0, SUMS_PART * moving.whole_s - rest_after_s)
+    sums_s = predict_sums_pause_s(proposal.moves.in_place, rest_after_s)
     cost_s = predict_fill_s(before) + predict_fill_s(after) + sums_s
     if gain_s <= cost_s:
         return ""
     there = ", the state is there" if has_state else ""
     worth = f"that saves {gain_s:.0f} s and costs {cost_s:.1f} s"
     return f"; within its step, of which {rest_s:.0f} s are left{there}: {worth}"
-
-
-def predict_growth_pause_s(generation: GenerationView, proposal: Proposal) -> float:
-    """How long the ranks of the proposal wait for their state at the beginning of a step."""
-    before, after = generation.plan, proposal.plan
-    assert before is not None
-    assert after is not None
-    moving, copies = proposal.moves.in_place, bool(generation.keepers)
-    return predict_pause_s(before, after, moving, after.predicted_minibatch_s, copies=copies, with_sums=False)
 
 
 def predict_rest_s(now: float, generation: GenerationView, since: float | None = None) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from varuna_manager.domain.observed import GenerationView, Proposal
 from varuna_planner.liveput.morph_cost import SUMS_PART, MovingTime
 from varuna_proto.plan import Plan
 
-__all__ = ["predict_pause_s"]
+__all__ = ["predict_growth_pause_s", "predict_pause_s", "predict_sums_pause_s"]
 
 
 def predict_pause_s(
@@ -28,3 +29,17 @@ def predict_pause_s(
     if has_same_stages or (copies and after.d == 1):
         moving = MovingTime(moving.whole_s)
     return moving.with_sums(sums_s).predict_wait_s(rest_s)
+
+
+def predict_sums_pause_s(moving: MovingTime, rest_s: float) -> float:
+    """The same where the state is there, and only sums of gradients move."""
+    return max(0.0, SUMS_PART * moving.whole_s - rest_s)
+
+
+def predict_growth_pause_s(generation: GenerationView, proposal: Proposal) -> float:
+    """How long the ranks of the proposal wait for their state at the beginning of a step."""
+    before, after = generation.plan, proposal.plan
+    assert before is not None
+    assert after is not None
+    moving, copies = proposal.moves.in_place, bool(generation.keepers)
+    return predict_pause_s(before, after, moving, after.predicted_minibatch_s, copies=copies, with_sums=False)

@@ -6,7 +6,8 @@ counts where the generation leaves in the middle of the step, and each step that
 
 from __future__ import annotations
 
-from varuna_manager.domain.leaving_step import LEAST_REST_S, predict_growth_pause_s, predict_rest_s
+from varuna_manager.domain.leaving_step import LEAST_REST_S, predict_rest_s
+from varuna_manager.domain.moving_state import predict_growth_pause_s
 from varuna_manager.domain.newcomers import NewcomersView, WantedNewcomers
 from varuna_manager.domain.observed import GenerationView, Proposal
 

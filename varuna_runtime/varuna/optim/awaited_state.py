@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.optim import Optimizer
 
 __all__ = ["AwaitedStates"]
-
-
-class _Awaited(NamedTuple):
-    optimizer: Optimizer
-    state: Any
-    """What the optimizer has until the state comes."""
 
 
 class AwaitedStates:
@@ -25,13 +19,13 @@ class AwaitedStates:
 
     def __init__(self, optimizers: Sequence[Optimizer], wait: Callable[[], None]) -> None:
         """`wait`: returns when `release` has been called and the state is there. From any thread of the script."""
-        self._awaited = [_Awaited(optimizer, optimizer.state) for optimizer in optimizers]
+        self._before = [(optimizer, optimizer.state) for optimizer in optimizers]
         for optimizer in optimizers:
             optimizer.state = _AwaitedState(optimizer, wait)
 
     def release(self) -> None:
         """Gives the optimizers back what they had, for the state to be put there."""
-        for optimizer, state in self._awaited:
+        for optimizer, state in self._before:
             optimizer.state = state
 
 

@@ -179,8 +179,9 @@ class GenerationMembership:
         """Whether what only the update reads comes while the passes run. The same on all ranks, whose scripts are at
         the beginning of a step or in it.
 
-        One replica copies its new stages in the rest of the step, because another loss in it needs the copies. Those of
-        a stage that no process has are not kept beyond the move.
+        Where new processes join others that keep their stages, these train on at once, and change the state. One
+        replica copies its new stages in the rest of the step, because another loss in it needs the copies. Those of a
+        stage that no process has are not kept beyond the move.
         """
         parts, environment = self._parts, self._parts.worker.environment
         needs_all = bool(environment.keepers and environment.plan.d == 1)

@@ -72,6 +72,14 @@ class _Move:
         self._staged: StagedCheckpoint | None = None
         """What this rank lacks for the update; None: nothing."""
 
+    def _fill_values(self, staged: StagedCheckpoint, *, for_passes: bool) -> None:
+        """Fills what was staged, with `for_passes` only what passes read."""
+        staged.fill_values()
+        if for_passes:
+            self._staged = staged
+        else:
+            staged.fill_for_update(staged.read_for_update())
+
     @property
     def lacks_state(self) -> bool:
         """Whether `read_for_update` has not been called, or what it has returned has not been filled."""
@@ -274,11 +282,7 @@ class StageMove(_Move):
                 f"the script or a module keeps {', '.join(kept[:_NAMED])}{more} in variables of its own; without them, "
                 "model.named_parameters() gives the present ones"
             )
-        staged.fill_values()
-        if for_passes:
-            self._staged = staged
-        else:
-            staged.fill_for_update(staged.read_for_update())
+        self._fill_values(staged, for_passes=for_passes)
         return ""
 
     def _add_sums(self, stage: Stage | None, *, without_others: bool) -> None:
@@ -316,20 +320,14 @@ class NewcomerMove(_Move):
         staged, reason = self._exchange.stage_state(state, "")
         if staged is not None:
             try:
-                loaded = self._fill(staged, for_passes=for_passes)
+                self._fill_values(staged, for_passes=for_passes)
+                loaded = staged.count_loaded()
                 if not without_sums:
                     self.read_sums()
             except (CheckpointError, OSError, ValueError) as error:
                 reason = first_line(error)
         reason = self._exchange.agree(reason)
         return (None, reason) if reason else (loaded, "")
-
-    def _fill(self, staged: StagedCheckpoint, *, for_passes: bool) -> LoadedCheckpoint:
-        if not for_passes:
-            return staged.fill_state()
-        staged.fill_values()
-        self._staged = staged
-        return staged.count_loaded()
 
     def hide_late_state(self, wait: Callable[[], None]) -> None:
         """From now on the script waits where it looks into an optimizer's state that is late. `wait`: returns when that

@@ -206,15 +206,7 @@ def test_growth_in_place_waits_for_what_passes_read(
     """The state moves in 12 s, 8 of them for what only the update reads, and a step takes longer."""
     here = devices("a", "b", "c")
     before, after = (
-        Plan(
-            p=len(starts),
-            d=1,
-            micro_batch=1,
-            global_batch=8,
-            predicted_minibatch_s=20.0,
-            examples_per_s=rate,
-            stage_starts=starts,
-        )
+        replace(plan_for(1, rate), p=len(starts), predicted_minibatch_s=20.0, stage_starts=starts)
         for starts, rate in zip(stages, (0.2, 0.4), strict=True)
     )
     running = replace(generation(worker(0, "a"), worker(1, "b"), plan=before), keepers=keepers)
