@@ -72,7 +72,9 @@ class TrainingCheckpoints:
         self.sources = StateSources()
         """Of the state that was loaded."""
         self.state_bytes = 0
-        """Of the state that this process holds, as counted last; 0 before its first update."""
+        """Of the state that this process holds, as counted last; 0: not counted yet."""
+        self._counts_optimizers = False
+        """Whether `state_bytes` has state of the optimizers, which is there after their first update."""
         self.follow_ranks(assembly.everyone, wrapped.model_map)
 
     def follow_stage(self, stage: Stage) -> None:
@@ -102,6 +104,14 @@ class TrainingCheckpoints:
         averages = {} if average is None else average.averages
         state = replace(self.held, optimizers=self._updater.optimizers, averages=averages)
         self.state_bytes = late_bytes + sum(count_bytes(name, state) for name in state.tensors)
+        self._counts_optimizers = late_bytes > 0 or any(optimizer.state for optimizer in self._updater.optimizers)
+
+    def count_updated_state(self) -> None:
+        """Counts the state after a step, unless it has been counted since the optimizers' first update."""
+        if self._counts_optimizers:
+            return
+        if not self.state_bytes or any(optimizer.state for optimizer in self._updater.optimizers):
+            self.count_state()
 
     def hold_scaler(self, scaler: LossScaler) -> None:
         self.registered.register_state(_LOSS_SCALE_STATE, scaler, per=StateScope.JOB, replace=True)

@@ -258,8 +258,8 @@ class TrainingRole:
 
     def _report_step(self, step: TrainingStep, totals: StepTotals, gradient_norm: float) -> None:
         assert step.passed is not None
-        if not self.checkpoints.state_bytes and not step.overflow:
-            self.checkpoints.count_state()  # the optimizer's state is there after its first update
+        if not step.overflow:
+            self.checkpoints.count_updated_state()
         number, skipped = self._progress.step, step.overflow and self._parts.non_finite.in_a_row > 0
         times = STEP_CLOCK.end_step()
         self._worker.report_step(

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from leaving_generation import finish_in_new_processes
-from small_gpt import Task, train_plainly
+from small_gpt import Task, make_model, train_plainly
 from survivor_world import SurvivorWorld
+from training_kills import SCRIPT
 from training_world import Ranks, Zygote, assert_exact
 from varuna_proto.state_use import OTHER_STAGES
 
@@ -81,6 +82,22 @@ def test_a_loss_takes_the_others_to_another_shape(zygote: Zygote, tmp_path: Path
         assert step == 3
         assert_as_if_undisturbed(world, task)
         assert world.ends[3].wait_for_number("ready", 2).ready.micro_batches_redone == task.global_batch // 4
+
+
+def test_the_states_size_has_the_optimizers_after_a_loss_in_the_first_step(zygote: Zygote, tmp_path: Path) -> None:
+    """Processes that take other stages before the first update have no optimizers' state yet."""
+    task = Task(steps=STEPS, doubled=True)
+    with ExitStack() as stack:
+        wanted = {"kill": {"rank": 1, "at": "before the sums"}, "pause_s": PAUSE_S}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted, script=SCRIPT)
+        world.wait_until_left({1})
+        assert world.go_on_as(replace(world.plan, p=3, d=1), [0, 3, 2]) == [0, 0, 0]
+        world.leave_at_boundary()
+        held = [left.held_bytes for left in world.wait_until_left(set()).values()]
+        parameter_bytes = sum(parameter.nbytes for parameter in make_model(task).parameters())
+        assert sum(held) >= 3 * parameter_bytes  # Adam has two tensors beside each parameter
+        world.go_on_as(world.plan, world.ranks)
+        assert_as_if_undisturbed(world, task)
 
 
 def test_a_rank_is_lost_in_the_exchange_and_the_others_have_everything(zygote: Zygote, tmp_path: Path) -> None:
