@@ -8,7 +8,7 @@ saved, and who holds what.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -145,6 +145,8 @@ class SimulatedTraining:
         self.groups: dict[tuple[str, int], Group] = {}
         self.fault_rate = 0.0
         """Share of generations that get a fault."""
+        self._known_by: dict[tuple[str, int], set[str]] = {}
+        """By job and step: what `find_agents` has."""
         self.steps_done = 0
         self.steps_left = 0
         """In their middle."""
@@ -332,9 +334,20 @@ class SimulatedTraining:
 
     def _report_step(self, group: Group) -> None:
         step_us = int(group.step_s * 1e6)
+        agents = {member.vm.incarnation for member in group.members.values()}
+        self._known_by.setdefault((group.job.job_id, group.step), set()).update(agents)
         for member in list(group.members.values()):
             done = w.StepDone(step=group.step, loss=1.0 / group.step, step_us=step_us, examples=1)
             member.vm.receive_worker_message(member.key, w.WorkerMessage(step_done=done))
+
+    def lose_steps(self, agent: str, job_id: str, steps: Iterable[int]) -> None:
+        """An agent has ended that has not told the manager of these steps."""
+        for step in steps:
+            self._known_by[job_id, step].discard(agent)
+
+    def find_agents(self, job_id: str) -> dict[int, set[str]]:
+        """By step that the job has done: the agents that have told the manager of it, or still can."""
+        return {step: agents for (job, step), agents in self._known_by.items() if job == job_id}
 
     def _save(self, group: Group, step: int) -> None:
         """The checkpoint's commit: a rank must live to do it. An older generation's is refused by the store."""

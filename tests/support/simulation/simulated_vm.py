@@ -118,6 +118,11 @@ class SimulatedVm:
         )
         self.state = AgentState(identity, TIMINGS, seen=self._remembered)
 
+    @property
+    def incarnation(self) -> str:
+        """Of the agent's process."""
+        return self.state.identity.incarnation
+
     # ------------------------------------------------------------ the agent's shell
 
     def boot(self) -> None:
@@ -270,6 +275,7 @@ class SimulatedVm:
         if not self.alive:
             return
         self.alive = False
+        self._lose_reports()
         self._break()
         for worker in list(self.workers.values()):
             self._training.lost(worker)
@@ -278,15 +284,24 @@ class SimulatedVm:
 
     def restart_agent(self) -> None:
         """SIGKILL to the agent, whose workers go with it; the machine starts another."""
+        self._lose_reports()
         self._break()
         for worker in list(self.workers.values()):
             self._training.lost(worker)
         self.workers.clear()
         self.newcomers.clear()
         self._events.clear()
-        self._begin(f"{self.state.identity.incarnation}+")
+        self._begin(f"{self.incarnation}+")
         self._wake_at = float("inf")
         self._time.after(self._chance.uniform(0.5, 3.0), self.boot)
+
+    def _lose_reports(self) -> None:
+        """What the agent has not told the manager goes with it."""
+        outbox = self.state._reports.outbox
+        outbox.take_steps(even_if_full=True)
+        for report in outbox.unacknowledged:
+            done = report.steps_completed
+            self._training.lose_steps(self.incarnation, done.job_id, [step.step for step in done.steps])
 
     # ------------------------------------------------------------ the stream
 
