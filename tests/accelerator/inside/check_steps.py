@@ -34,6 +34,7 @@ from varuna.partition import build_stage, trace
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.micro_batches import pin_inputs, start_loading
 from varuna.pipeline.pass_state import PassState
+from varuna.roles.share_pass import SharePass
 from varuna.roles.training import TrainingRole
 
 DEVICE = torch.device("sim", 0)
@@ -247,7 +248,7 @@ def test_sums_are_copied_at_marks_without_a_race_or_a_wait(monkeypatch: pytest.M
     role = model._role
     assert isinstance(role, TrainingRole)
     model.step(example_batch(4))
-    monkeypatch.setattr(TrainingRole, "_may_keep", lambda _: True)
+    monkeypatch.setattr(SharePass, "_may_keep", lambda _: True)
     role._parts.shares = cast(RankShares, SharesWithMarks(owner))
     simulated.take_syncs()
     try:

@@ -9,12 +9,9 @@ Letters: P stages, D replicas, B examples in the global batch.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from torch.optim import Optimizer
@@ -25,15 +22,15 @@ from varuna.checkpoint.script_states import Stateful
 from varuna.copies.ahead_taker import AheadTaker
 from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
-from varuna.copies.rank_shares import EarlierSums, RankShares, has_keepers
-from varuna.data.batches import fetch_examples, renew_batch
+from varuna.copies.rank_shares import RankShares, has_keepers
+from varuna.data.batches import renew_batch
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
 from varuna.diagnostics.tensorboard import TensorBoardWriter
 from varuna.distributed.agreement import StepTotals, agree_on_totals
 from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import GenerationEnded, PeerLost
-from varuna.distributed.topology import share_of_batch, spans_of_micro_batches
+from varuna.distributed.topology import share_of_batch
 from varuna.model.fixed_module import ModelSurface
 from varuna.optim.non_finite_steps import keep_buffers_finite
 from varuna.optim.optimizers import check_parameters, find_learning_rate, log_left_out
@@ -43,16 +40,15 @@ from varuna.optim.reduction import clip_factor
 from varuna.optim.split_check import check_splittable
 from varuna.optim.weight_average import WeightAverage
 from varuna.partition.model_io.batch import batch_size_of
-from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans, pin_inputs
-from varuna.pipeline.pass_state import PassHooks, PassResult, PassState
-from varuna.roles.early_end import EarlyEnd
+from varuna.pipeline.micro_batches import cut_inputs, pin_inputs
+from varuna.pipeline.pass_state import PassResult
 from varuna.roles.failing import explaining_memory
-from varuna.roles.kept_shares import KeptShare
 from varuna.roles.leaving import StateHolder
 from varuna.roles.membership import GenerationMembership
 from varuna.roles.progress import TrainingStep
 from varuna.roles.reshaping import can_hold_state
 from varuna.roles.role import missing_optimizer
+from varuna.roles.share_pass import SharePass
 from varuna.roles.training_parts import TrainingOptions, TrainingParts
 from varuna.roles.wrapped_model import WrappedModel
 from varuna.worker.worker import UpdateFigures
@@ -64,8 +60,6 @@ _ACTIVITIES = {
     CallKind.CHECKPOINT: Activity.CHECKPOINT,
     CallKind.FULL_STATE_DICT: Activity.CHECKPOINT,
 }
-_LEAST_PATIENCE_S = 5.0
-"""How long a replica that finishes its share waits for one of its ranks at least, before it leaves the share undone."""
 
 
 class TrainingRole:
@@ -93,11 +87,10 @@ class TrainingRole:
         self._progress, self._expected_weight = parts.progress, parts.expected_weight
         self._updater, self._swap, self._changes = parts.updater, parts.swap, parts.changes
         self.checkpoints = parts.checkpoints
-        self._example_s = 0.0
-        """What each example of the newest pass took."""
         STEP_CLOCK.restart()
         self._holder = StateHolder(parts)
         self._membership = GenerationMembership(parts, self._holder)
+        self._share = SharePass(parts, self._holder, self._membership)
         if not self._worker.environment.joins_survivors:
             self._worker.phases.end_phase("connect")
 
@@ -287,13 +280,13 @@ class TrainingRole:
             accumulation.hold_gradients(stage.parameters.values())
             scale = self.loss_scale
             try:
-                global_batch = self._train_pass(step, scale)
+                global_batch = self._share.run(step, scale)
                 assert step.passed is not None
                 self._parts.add_late_sums(waits=True)
                 self.assembly.reducer.reduce_gradients(step.drop_share)
                 self.assembly.timeline.end_step()
                 if accumulation.is_pending:
-                    accumulation.add_held_gradients(scale / self._expect_weight(global_batch, 0.0, 0))
+                    accumulation.add_held_gradients(scale / self._share.expect_weight(global_batch, 0.0, 0))
                 # What the passes have written counts only once all ranks agree; without such buffers nothing is open.
                 step.is_reduced = not stage.written.homes
                 self._parts.finish_captures()
@@ -310,168 +303,6 @@ class TrainingRole:
                 stage.written.write_back()
         return totals
 
-    def _train_pass(self, step: TrainingStep, loss_scale: float) -> int:
-        """Runs forward and backward of what this replica has to run; adds to what is kept of the step.
-
-        Returns how many examples the global batch is expected to have.
-        """
-        kept, step.kept, rest, step.has_begun = step.kept, None, step.rest, True
-        step.unbegun = None
-        if rest is None or kept is None:
-            kept = None
-            for parameter in self.assembly.stage.parameters.values():
-                parameter.grad = None
-        micro_batches = self._cut_share(step)
-        global_batch = self._worker.environment.plan.global_batch or max(batch_size_of(step.inputs), 1)
-        may_keep, began_s = self._may_keep(), time.monotonic()
-        limit = self._limit_pass(micro_batches, may_keep=may_keep and (kept is None or kept.is_even))
-        if may_keep and self._parts.can_copy_state and self._parts.ahead is not None:
-            self._parts.ahead.begin_pass(self._progress.step, self.checkpoints.training_state)
-        with (
-            self._finishing_share(limit) if may_keep else nullcontext(),
-            self._marking_share(step, micro_batches, kept, may_mark=may_keep) as shares,
-        ):
-            passed = self.assembly.engine.run_training_pass(
-                micro_batches,
-                expected_weight=partial(self._expect_weight, global_batch)
-                if rest is None
-                else lambda weight, examples: rest.expected_weight,
-                seed=self._progress.seed,
-                step=self._progress.step + 1,
-                loss_scale=loss_scale,
-                write_back_buffers=False,
-                hooks=PassHooks(
-                    before_backward=None if shares is None else shares.order_changes,
-                    before_last_backward=self._mark_last_backward,
-                    after_backward=partial(self._follow_backward, shares),
-                    limit=limit,
-                ),
-            )
-            ran = micro_batches[: limit.end]
-            unit = self._find_micro_batch(step)
-            share = KeptShare(tuple(micro_batch.index for micro_batch in ran), passed, unit)
-            share = share if kept is None else kept.join(share)
-            if unit != self._worker.environment.plan.micro_batch:  # the stage would look faster than it is
-                share = replace(share, passed=share.passed.without_op_times())
-            step.passed, step.kept = share.passed, share if may_keep else None
-            if limit.agreed is not None:
-                self._parts.leave_late_state(step)  # all ranks had what was late when they agreed
-                step.unbegun = limit.agreed.unbegun
-                limit.wait_for_others(self._holder.prepare_parting(share, limit.agreed, self._list_without_sums()))
-        examples = sum(micro_batch.examples for micro_batch in ran)
-        self._example_s = (time.monotonic() - began_s) / examples if examples else 0.0
-        return global_batch
-
-    def _mark_last_backward(self) -> None:
-        """What is still late is added after it, so the gradients are not final then."""
-        if self._parts.add_late_sums():
-            self.assembly.reducer.mark_last_backward()
-
-    def _follow_backward(self, shares: RankShares | None, done: int, passed: PassState) -> None:
-        self._parts.add_late_sums()  # before a mark, which has them
-        if shares is not None:
-            shares.follow_backward(done, passed)
-        if self._parts.ahead is not None:
-            self._parts.ahead.begin_round_if_asked()
-
-    def _find_micro_batch(self, step: TrainingStep) -> int:
-        """Examples in each micro-batch of the step that this replica has to run."""
-        return self._worker.environment.plan.micro_batch if step.rest is None else step.rest.micro_batch
-
-    def _cut_share(self, step: TrainingStep) -> list[MicroBatch]:
-        """The micro-batches of the step that this replica has to run."""
-        environment, stage = self._worker.environment, self.assembly.stage
-        if step.rest is None:
-            step.inputs = renew_batch(step.inputs)
-            self._hold_inputs(step)
-            sizes, first = share_of_batch(batch_size_of(step.inputs), environment, self._worker.topology.replica)
-            inputs = pin_inputs(stage.empty_unread_inputs(step.inputs), self._device)
-            return cut_inputs(inputs, sizes, first, first * environment.plan.micro_batch)
-        spans = spans_of_micro_batches(step.rest.numbers, step.rest.micro_batch, environment.plan.global_batch)
-        if self._membership.is_last_step(step):
-            examples: Mapping[str, Any] = self._parts.inputs.join_inputs(step.rest.numbers, step.inputs)
-        else:
-            examples = fetch_examples(step.inputs, spans.values()) if spans else {}
-        return cut_spans(pin_inputs(stage.empty_unread_inputs(examples), self._device), spans)
-
-    def _hold_inputs(self, step: TrainingStep) -> None:
-        """Keeps the inputs of the step for others, where no process can make them again."""
-        is_useful = not self.assembly.stage.written.homes  # else nothing is kept of the step
-        if is_useful and self._worker.departure.can_stay and self._holder.find_script_obstacle():
-            micro_batch_s = self._predict_micro_batch_s(step)
-            self._parts.inputs.hold_share(self._worker, self._progress.step + 1, step.inputs, micro_batch_s)
-
-    def _predict_micro_batch_s(self, step: TrainingStep) -> float:
-        """About what each micro-batch of the step takes, the same on all ranks; 0: it is not known."""
-        totals = self._progress.committed_totals
-        return 0.0 if totals is None else totals.example_s * self._find_micro_batch(step)
-
-    def _may_keep(self) -> bool:
-        """Whether what this rank runs of the step may stay valid when other ranks are lost."""
-        return (
-            self._worker.departure.can_stay
-            and not self.assembly.stage.written.homes
-            and not self._holder.find_obstacle_in_step()
-        )
-
-    def _limit_pass(self, micro_batches: Sequence[MicroBatch], *, may_keep: bool) -> EarlyEnd:
-
-        def may_end() -> bool:
-            return (
-                self._parts.has_late_state and may_keep and self._is_weight_known() and not self._holder.find_obstacle()
-            )
-
-        sizes = [micro_batch.examples for micro_batch in micro_batches]
-        return EarlyEnd(self._worker, self._progress.step + 1, sizes, may_end=may_end)
-
-    def _is_weight_known(self) -> bool:
-        """Whether this rank can pass alone: if not, the replicas exchange what their first micro-batches weigh."""
-        return not self.assembly.stage.weighted or self._expected_weight.is_known
-
-    def _finishing_share(self, limit: EarlyEnd) -> AbstractContextManager[None]:
-        """Around a pass that is finished when another replica has lost a rank, or as far as all have agreed on."""
-        if not self._is_weight_known():
-            return nullcontext()
-        shares, has_others = self._parts.shares, self._worker.topology.d > 1
-
-        def is_worth_it() -> bool:
-            return limit.end is not None or (has_others and (shares is None or shares.is_worth_finishing()))
-
-        patience_s = _LEAST_PATIENCE_S + 3 * self.assembly.engine.longest_bubble_s
-        return self._worker.departure.finish_first(self._worker.topology.mates, patience_s, is_worth_it)
-
-    @contextmanager
-    def _marking_share(
-        self, step: TrainingStep, micro_batches: Sequence[MicroBatch], kept: KeptShare | None, *, may_mark: bool
-    ) -> Iterator[RankShares | None]:
-        """Around a pass: yields what copies its sums at marks, and follows each backward; None: there are no marks."""
-        shares, late = self._parts.shares, self._parts.late
-        is_whole = kept is None or kept.is_even
-        if shares is None or not (may_mark and self._is_weight_known() and is_whole):
-            yield None
-            return
-        try:
-            shares.begin_pass(
-                self._progress.step + 1,
-                [micro_batch.index for micro_batch in micro_batches],
-                self.assembly.stage.parameters,
-                sections=self.assembly.stage.sections,
-                kept=None
-                if kept is None
-                else EarlierSums(kept.numbers, kept.passed, have_all=None if late is None else late.have_all),
-                micro_batch=self._find_micro_batch(step),
-                micro_batch_s=self._predict_micro_batch_s(step),
-                without_sums=self._list_without_sums(),
-            )
-            yield shares
-        finally:
-            shares.end_pass()
-
-    def _list_without_sums(self) -> list[range]:
-        """The sections of each of the first stages that get no gradients, and so train nothing."""
-        stages, model_map = self._parts.stages, self._parts.model_map
-        return list(takewhile(lambda stage: stage != stages[-1] and not model_map.has_gradients(stage.stop), stages))
-
     def _agree_on(self, passed: PassResult) -> StepTotals:
         is_first_replica = self._worker.topology.replica == 0
         return agree_on_totals(
@@ -482,7 +313,7 @@ class TrainingRole:
                 weight=passed.weight,
                 expected_weight=passed.expected_weight if is_first_replica else 0.0,
                 squared_norm=self.assembly.reducer.squared_norm(),
-                example_s=self._example_s / self._worker.environment.world_size,
+                example_s=self._share.example_s / self._worker.environment.world_size,
                 requests=replace(
                     self.checkpoints.boundary_requests(),
                     copying=self._parts.copies is not None and self._parts.copies.is_busy,
@@ -490,12 +321,6 @@ class TrainingRole:
                 changed=self._changes.are_pending,
             ),
         )
-
-    def _expect_weight(self, global_batch: int, weight: float, examples: int) -> float:
-        """About what a global batch weighs; `weight` and `examples` are of this rank's first micro-batch."""
-        if not self.assembly.stage.weighted:
-            return float(global_batch)
-        return self._expected_weight.estimate_sum(global_batch, weight, examples)
 
     def _follow_changes(self) -> None:
         """Makes the stage run as the script has changed the model, once all ranks know of the change."""

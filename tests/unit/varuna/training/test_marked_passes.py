@@ -12,7 +12,7 @@ from small_gpt import Task, example_batch, make_model
 from training_roles import training_role
 from varuna import Varuna
 from varuna.pipeline.engine import Engine
-from varuna.roles.training import TrainingRole
+from varuna.roles.share_pass import SharePass
 
 
 def log_ops(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def make_shares(log: list[str]) -> Any:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Varuna:
     """Trains alone, three micro-batches in a step, as if other ranks kept copies."""
-    monkeypatch.setattr(TrainingRole, "_may_keep", lambda _: True)
+    monkeypatch.setattr(SharePass, "_may_keep", lambda _: True)
     model = Varuna(make_model(Task()), get_batch_fn=example_batch, batch_size=3, chunk_size=1, device="cpu")
     model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     return model
