@@ -9,7 +9,7 @@ Each trial has a manager of its own with local VMs (`varuna manager --vms 4`, wi
 because waiting layers look slow), real agents and workers, and a job of Linear layers with AdamW as 2 stages × 2
 replicas. Its layers also wait for as long as a device would compute; those of `22MB-10s` and
 `22MB-40s` wait for so long in each step, and those of `200MB-30s` and `1.2GB-120s` after the loss of one VM of four
-(`--shape 1x4`).
+(`--shape 1x4`), and those of `4.8GB-60s` after that of one of two (`--shape 1x2`).
 All processes of the last rank's VM get SIGKILL in the middle of a step (`--kill-at`), and no VM replaces it. Some steps
 later one comes back, and the job grows. In the row `in place` processes stay at the loss and at the growth, where new
 ones, which are started ahead, join them and take what they lack from their memories. In the row `not ahead`
@@ -72,6 +72,7 @@ SIZES = {
         ModelSize(name="200MB-30s", width=1024, layers=16, global_batch=64, micro_batch=2, example_ms=28.0),
         ModelSize(name="1.2GB-120s", width=2048, layers=24, global_batch=32, micro_batch=1, example_ms=160.0),
         ModelSize(name="4.8GB", width=4096, layers=24, global_batch=32, micro_batch=4, example_ms=0.25),
+        ModelSize(name="4.8GB-60s", width=4096, layers=24, global_batch=32, micro_batch=1, example_ms=26.0),
     )
 }
 USUAL_SIZES = ("22MB", "200MB", "1.2GB")

@@ -15,6 +15,7 @@ by its first rank, "dies_connecting": the same, that dies when it connects with 
 `Batches`, "reads_state": bool, of the optimizer, between `resume` and the first step, "reads_state_loading":
 bool, in `resume`,
 "pause_s": of each step from the third on; "counts": threads and descriptors of the process after each step,
+"weights": a file with the model's, which is on meta then,
 "cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
 """
 
@@ -146,6 +147,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         plain.cut_points = [nn.Identity() for _ in plain.cut_points]
     if wanted.get("trains_other"):
         plain.blocks[0].feed[0].bias = None
+    if "weights" in wanted:
+        plain.to("meta")
     pairs = [("embedding.weight", "head.weight")] if task.declared else None
     before = torch.get_rng_state()
     model = Varuna(
@@ -157,6 +160,7 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         offload_optimizer=task.offload,
         cut_points=wanted.get("cut_points"),
         accumulate="accumulate" in wanted,
+        weights=wanted.get("weights"),
         **wanted.get("varuna", {}),
     )
     assert torch.equal(before, torch.get_rng_state())

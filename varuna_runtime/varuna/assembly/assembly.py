@@ -137,9 +137,10 @@ def assemble_alone(
     values: ValueSource | None = None,
     link_kind: LinkKind = "gloo",
 ) -> Assembly:
-    """As `assemble_rank`, but connects this rank to nobody yet. Its stage runs when `connect_stage` has done that."""
+    """As `assemble_rank`, but connects this rank to nobody yet. Its stage runs when `connect_stage` has done that, with
+    parameters that the caller has given their values."""
     environment = worker.environment
-    stage = _build_own_stage(model, model_map, worker, device, values)
+    stage = _build_own_stage(model, model_map, worker, device, values, parameters_follow=True)
     plan = replace(environment.plan, p=1, d=1, stage_starts=(), recompute=())
     alone = replace(
         worker, environment=replace(environment, plan=plan, rank=0, world_size=1), topology=Topology(1, 1, 0)
@@ -154,9 +155,13 @@ def _build_own_stage(
     worker: WorkerProcess,
     device: torch.device,
     values: ValueSource | None,
+    *,
+    parameters_follow: bool = False,
 ) -> Stage:
     own = stages_of(worker, len(model_map.sections))[worker.topology.stage]
-    stage = build_stage(model, model_map, own.start, own.stop, device=device, values=values)
+    stage = build_stage(
+        model, model_map, own.start, own.stop, device=device, values=values, parameters_follow=parameters_follow
+    )
     worker.phases.end_phase("build")
     return stage
 

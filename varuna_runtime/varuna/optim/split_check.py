@@ -209,16 +209,14 @@ def _copy_optimizer(optimizer: Optimizer, copies: Mapping[int, nn.Parameter]) ->
     for name, value in optimizer.__dict__.items():
         if name in _HOOKS:
             twin.__dict__[name] = type(value)((key, hook) for key, hook in value.items() if inspect.isfunction(hook))
-        elif name != "step":  # which schedulers wrap, for the original
+        elif name not in ("step", "state"):  # schedulers wrap the step, for the original
             twin.__dict__[name] = copy.deepcopy(value, memo)
     for group in twin.param_groups:
         group["params"] = [p for p in group["params"] if p is not None]
-    twin.state = type(twin.state)(getattr(twin.state, "default_factory", None), _without_none(twin.state))
+    # Only of these parameters: that of all is most of the memory of a model in training.
+    kept = {key: value for key, value in optimizer.state.items() if id(key) in copies or not isinstance(key, Tensor)}
+    twin.state = type(optimizer.state)(getattr(optimizer.state, "default_factory", None), copy.deepcopy(kept, memo))
     return twin
-
-
-def _without_none(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {parameter: value for parameter, value in state.items() if parameter is not None}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from leaving_generation import finish_in_new_processes
-from small_gpt import Task, train_plainly
+from small_gpt import Task, make_model, train_plainly
 from survivor_world import SurvivorWorld
 from training_world import Zygote, assert_exact
 
@@ -57,6 +58,19 @@ def test_a_job_grows_with_its_processes_and_new_ones(
             assert ready.resumed_step == step
             assert ready.store_bytes == 0
             assert not is_new or ready.peer_bytes > 0
+
+
+def test_new_processes_take_the_parameters_of_a_model_on_meta_from_the_others(zygote: Zygote, tmp_path: Path) -> None:
+    """In another shape, so that survivors take other stages, too."""
+    task = Task(steps=STEPS, doubled=True)
+    weights = tmp_path / "model.safetensors"
+    save_file(make_model(task).state_dict(), weights)
+    with ExitStack() as stack:
+        wanted = {"pause_s": PAUSE_S, "weights": str(weights)}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 1, wanted=wanted)
+        world.leave_at_boundary()
+        world.grow(replace(world.plan, p=3, d=1), [1, None, 0])
+        assert_as_if_undisturbed(world, task)
 
 
 @pytest.mark.parametrize(

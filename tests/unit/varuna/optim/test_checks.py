@@ -129,6 +129,23 @@ def test_torchs_optimizers_may_be_split_new_and_in_use() -> None:
         scheduler.step()
 
 
+def test_only_the_state_of_parameters_that_take_part_is_copied() -> None:
+    """The state of all is most of the memory of a model in training."""
+
+    class Large:
+        def __deepcopy__(self, memo: dict[int, Any]) -> Large:
+            raise MemoryError
+
+    held = [nn.Parameter(torch.ones(6)) for _ in range(20)]
+    optimizer = torch.optim.AdamW(held)
+    for p in held:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for p in held[10:]:
+        optimizer.state[p]["large"] = Large()
+    assert check_optimizer(optimizer) == []
+
+
 def test_random_draws_closures_and_hooks() -> None:
     def noise(trained: Sequence[Tensor]) -> float:
         for p in trained:

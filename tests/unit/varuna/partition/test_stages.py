@@ -404,6 +404,47 @@ def test_a_model_on_meta_is_built_stage_by_stage() -> None:
         torch.testing.assert_close(grads[name], expected[name], rtol=1e-5, atol=1e-7)
 
 
+def test_parameters_that_follow_are_not_initialised() -> None:
+    """But those beside buffers are, because these may be computed from them."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(H))
+            self.register_buffer("scale", torch.empty(()), persistent=False)
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.weight)
+            self.get_buffer("scale").copy_(self.weight.sum())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight * self.scale
+
+    class Refusing(nn.Linear):
+        def reset_parameters(self) -> None:
+            assert self.weight.is_meta, "it is initialised for nothing"
+
+    class WithMean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(Refusing(H, H), Scaled(), nn.Linear(H, H))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).mean()
+
+    class Source(dict[str, float]):
+        def read_into(self, name: str, tensor: Tensor) -> None:
+            raise AssertionError(f"{name} is read for nothing")
+
+    with torch.device("meta"):
+        model = WithMean()
+    model_map = trace(model, {"x": torch.ones(2, H)})
+    values = Source({"body.2.weight": 1.0, "body.2.bias": 1.0})
+    stage = build_stage(model, model_map, 0, 1, device="cpu", values=values, parameters_follow=True)
+    assert not any(tensor.is_meta for tensor in (*stage.parameters.values(), *stage.buffers.values()))
+    assert stage.buffers["body.1.scale"] == H
+
+
 def test_leaving_in_the_middle_of_forward_keeps_no_activation_alive() -> None:
     model, example, _ = make("gpt")
     alive: list[weakref.ref[Tensor]] = []

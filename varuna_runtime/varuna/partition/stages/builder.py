@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -44,12 +45,16 @@ def build_stage(
     *,
     device: torch.device | str,
     values: ValueSource | None = None,
+    parameters_follow: bool = False,
 ) -> Stage:
     """The stage that runs sections `first_section` … `end_section`-1 on `device`.
 
     `model` stays as it is. The stage has a copy of its structure, in the modes of the dry run, with copies of its own
     parameters and buffers only, or with their values from `values`. Those on `meta` without such values are made on the
     device and initialised by the model's own modules, so that every split gives the same model (initial_values.py).
+
+    `parameters_follow`: the caller gives parameters their values, so neither `values` nor the modules do where that
+    takes time: they are as memory was.
 
     Raises:
         PartitionError: the model cannot be cut here, or something on `meta` cannot be initialised.
@@ -60,13 +65,13 @@ def build_stage(
         raise ValueError(f"sections {first_section} … {end_section - 1} are not a part of the model's 0 … {count - 1}")
     device = torch.device(device)
     sections = range(first_section, end_section)
-    made = _StageTensors(device, _EmptyValueSource() if values is None else values)
+    made = _StageTensors(device, _EmptyValueSource() if values is None else values, parameters_follow=parameters_follow)
     memo: dict[int, object] = {}
     parameters = _parameters(model, model_map, sections, new=made, memo=memo)
     buffers = _buffers(model, model_map, sections, new=made, memo=memo)
     copied = copy_model(model, memo)
     copy_gradient_hooks(model, parameters, memo, _names_of_hollow(model, model_map, parameters, memo))
-    initialise(copied, made.empty)
+    initialise(copied, _find_with_buffers(copied, made.empty) if parameters_follow else made.empty)
     set_modes(copied, model_map.modes)
     return Stage(copied, model_map, sections=sections, device=device, parameters=parameters, read=buffers)
 
@@ -129,18 +134,32 @@ def _buffers(
     return {name: buffer for name, buffer in made.items() if name in held}
 
 
+def _find_with_buffers(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers among `tensors`, and the parameters that the same modules hold, of which these may be computed."""
+    ids = {id(tensor) for tensor in tensors.values()}
+    needed: set[int] = set()
+    for part in module.modules():
+        if any(id(buffer) in ids for buffer in part._buffers.values()):
+            needed.update(map(id, (*part._buffers.values(), *part._parameters.values())))
+    return {name: tensor for name, tensor in tensors.items() if id(tensor) in needed}
+
+
 class _StageTensors:
     """Makes the tensors of a new stage, with memory on its device and values."""
 
-    def __init__(self, device: torch.device, values: ValueSource) -> None:
+    def __init__(self, device: torch.device, values: ValueSource, *, parameters_follow: bool) -> None:
         self.zeros = ZeroTensors(device)
         self.empty: dict[str, Tensor] = {}  # those that have no values yet, by first name
         self._device = device
         self._values = values
+        self._parameters_follow = parameters_follow
 
     def make_parameter(self, name: str, original: nn.Parameter) -> nn.Parameter:
         """A copy of the model's parameter, with the value that the source has for it."""
-        values = self.make_tensor(name, original.detach())
+        if self._parameters_follow and name in self._values:
+            values = torch.empty_like(original.detach(), device=self._device)
+        else:
+            values = self.make_tensor(name, original.detach())
         made = parameter_like(original, values, requires_grad=original.requires_grad)
         if name in self.empty:
             self.empty[name] = made  # the object that the modules will hold
