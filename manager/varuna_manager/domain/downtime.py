@@ -8,7 +8,7 @@ from typing import Any
 
 _BEGINNINGS = ("wait", "process")
 """What a worker does before the rendezvous, where all wait for the last one."""
-_WORDS = {"notice": "until the stop", "step": "first step"}
+_WORDS = {"notice": "until the stop", "share": "survivors' shares", "step": "first step"}
 """For people, where a name alone says too little."""
 _NAMED = 3
 """The number of parts, longest first, that a line of text names."""
@@ -40,6 +40,8 @@ class MorphMoments:
     stop_sent_at: float | None = None
     ended_at: float | None = None
     """When the previous generation had ended. `stop_sent_at` is its, too."""
+    left_at: float | None = None
+    """When all of its processes had left it: after a loss, some end their shares of the step first."""
     created_at: float
     ready_at: float | None = None
     """When every rank of the new generation had built its part and loaded its state."""
@@ -55,14 +57,14 @@ def split_downtime(moments: MorphMoments, start: Sequence[DowntimePart]) -> tupl
     """The parts of the downtime in order. Together they are the downtime, to within the travel time of messages.
 
     notice (until the stop of the previous generation was sent) and stop (until that had ended), or calibration (all of
-    the previous generation, if it was one); plan (until the new one was decided, including a wait for VMs), launch
-    (until agents had it), the slowest rank's `start`, the first step.
+    the previous generation, if it was one); share (until its survivors had left it, too), plan (until the new one was
+    decided, including a wait for VMs), launch (until agents had it), the slowest rank's `start`, the first step.
     """
     found, at = [], moments.last_progress_at
     ends: tuple[tuple[str, float | None], ...] = (("notice", moments.stop_sent_at), ("stop", moments.ended_at))
     if moments.is_calibrated:
         ends = (("calibration", moments.ended_at),)
-    for name, until in (*ends, ("plan", moments.created_at)):
+    for name, until in (*ends, ("share", moments.left_at), ("plan", moments.created_at)):
         if until is not None and until > at:
             found.append(DowntimePart(name=name, seconds=until - at))
             at = until

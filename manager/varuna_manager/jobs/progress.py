@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import structlog
-from sqlalchemy import case, select, update
+from sqlalchemy import case, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
@@ -198,7 +198,15 @@ class Progress:
 
     async def _first_step(self, session: AsyncSession, generation: GenerationRow, step: int, now: float) -> None:
         row = GenerationRow
-        query = select(row.last_step_at, row.resumed_step, row.last_step, row.stop_requested_at, row.ended_at, row.kind)
+        query = select(
+            row.last_step_at,
+            row.resumed_step,
+            row.last_step,
+            row.stop_requested_at,
+            row.ended_at,
+            row.kind,
+            row.number,
+        )
         query = query.where(row.job_id == generation.job_id, row.number < generation.number)
         earlier = (await session.execute(query.order_by(row.number))).all()
         before = earlier[-1] if earlier else None
@@ -215,6 +223,7 @@ class Progress:
             is_calibrated=before is not None and before.kind == GenerationKind.CALIBRATION,
             stop_sent_at=None if before is None else before.stop_requested_at,
             ended_at=None if before is None else before.ended_at,
+            left_at=None if before is None else await _find_leave(session, generation, before.number),
             created_at=generation.created_at,
             ready_at=_ready_at(generation),
             first_step_at=now,
@@ -259,6 +268,15 @@ class Progress:
 def _start(generation: GenerationRow) -> list[DowntimePart]:
     """The slowest rank's start so far."""
     return [DowntimePart.from_document(part) for part in generation.downtime or ()]
+
+
+async def _find_leave(session: AsyncSession, generation: GenerationRow, before: int) -> float | None:
+    """When the last survivor of the generation `before` had left it, of those that this one knew of at its start."""
+    row = WorkerRow
+    query = select(func.max(row.stopped_at)).where(row.job_id == generation.job_id, row.generation == before)
+    known = query.where(row.held_step.is_not(None), row.stopped_at <= generation.created_at)
+    left_at: float | None = await session.scalar(known)
+    return left_at
 
 
 def _ready_at(generation: GenerationRow) -> float | None:

@@ -24,7 +24,7 @@ _MORPH_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 180.0, 600.0)
 _DETECTION_S = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0)
 _PROVIDER_S = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _LAG_EVERY_S = 0.5
-_PHASES, _START = ("notice", "stop", "calibration", "plan"), "start"
+_PHASES, _START = ("notice", "stop", "calibration", "share", "plan"), "start"
 """Phases of a morph. Everything after these belongs to the start."""
 _FROM_ZERO = (
     "checkpoint_passed_over",
@@ -69,8 +69,9 @@ COUNTED_FAMILIES = (
     MetricFamily(
         "varuna_morph_phase_seconds",
         "Phases of morphs: `notice` (from the last step to the stop command), `stop` (until the old generation has "
-        "ended), `calibration` (the generation before, if it was one), `plan` (until the next one is decided; includes "
-        "waiting for VMs and the planner), `start` (launch, loading, first step).",
+        "ended), `calibration` (the generation before, if it was one), `share` (until its survivors have ended their "
+        "shares of the step), `plan` (until the next one is decided; includes waiting for VMs and the planner), "
+        "`start` (launch, loading, first step).",
         ("phase",),
         HISTOGRAM,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from varuna_manager.domain.downtime import (
@@ -36,6 +38,14 @@ def test_the_parts_of_a_morph_are_all_of_it() -> None:
     }
     assert sum(part.seconds for part in parts) == MORPH.first_step_at - MORPH.last_progress_at
     assert render_longest_parts(parts) == "until the stop 2.0 s, process 2.0 s of rank 3, plan 1.0 s"
+
+
+def test_the_time_in_which_survivors_end_their_shares_is_not_the_planners() -> None:
+    parts = split_downtime(replace(MORPH, left_at=13.25), START)
+    times = {part.name: part.seconds for part in parts}
+    assert (times["stop"], times["share"], times["plan"]) == (0.5, 0.75, 0.25)
+    assert sum(times.values()) == MORPH.first_step_at - MORPH.last_progress_at
+    assert render_longest_parts(parts[1:4]) == "survivors' shares 0.8 s, stop 0.5 s, plan 0.2 s"
 
 
 def test_a_jobs_first_generation_has_nothing_to_stop() -> None:
