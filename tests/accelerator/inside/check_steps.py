@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 import simulated
 from host_threads import UnseenGate
@@ -30,6 +31,7 @@ from varuna.distributed.topology import Topology
 from varuna.optim.host_parameters import HostParameters
 from varuna.optim.precision import TrainingPrecision
 from varuna.optim.reduction import GradientReducer
+from varuna.optim.split_check import check_optimizer
 from varuna.partition import build_stage, trace
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.micro_batches import pin_inputs, start_loading
@@ -163,6 +165,24 @@ def test_what_an_optimizer_lacks_is_measured_too() -> None:
     assert (shortage.asked_bytes, shortage.free_bytes, shortage.limit_bytes) == (1 << 34, free, total)
     assert 0 < shortage.peak_bytes < total
     assert raised.value.__notes__[0].startswith("out of memory on sim:0, which has ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"capturable": True, "lr": torch.tensor(1e-3)}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_optimizers_with_state_on_a_device_are_checked(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    held = [nn.Parameter(torch.ones(6, 5, device="sim")) for _ in range(12)]
+    moved = {key: value.to("sim") if isinstance(value, Tensor) else value for key, value in options.items()}
+    optimizer = kind(held, **moved)  # type: ignore[arg-type]
+    for p in held:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert check_optimizer(optimizer) == []
 
 
 def test_copies_could_run_while_the_device_computes() -> None:

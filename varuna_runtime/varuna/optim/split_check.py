@@ -193,16 +193,9 @@ def _select_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def _copy_optimizer(optimizer: Optimizer, copies: Mapping[int, nn.Parameter]) -> Optimizer:
     """A copy that steps `copies` (by the id of the original) in place of the originals, and no other parameters.
 
-    The state of a parameter is cut to the size of its copy.
+    The state of a parameter is cut to the size of its copy, and on the host, as that is.
     """
-    memo: dict[int, Any] = dict(copies)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            memo.setdefault(id(parameter), None)
-    for parameter, state in optimizer.state.items():
-        for value in tree_flatten(state)[0] if id(parameter) in copies else ():
-            if isinstance(value, Tensor):
-                memo[id(value)] = value.detach()[(slice(_LONGEST),) * value.dim()].clone()
+    memo = _list_copies(optimizer, copies)
     # Not through deepcopy of the optimizer, which copies only its groups and state.
     twin: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = twin
@@ -213,10 +206,29 @@ def _copy_optimizer(optimizer: Optimizer, copies: Mapping[int, nn.Parameter]) ->
             twin.__dict__[name] = copy.deepcopy(value, memo)
     for group in twin.param_groups:
         group["params"] = [p for p in group["params"] if p is not None]
+        if "capturable" in group:  # of devices only; it changes how, and not what is computed
+            group["capturable"] = False
     # Only of these parameters: that of all is most of the memory of a model in training.
     kept = {key: value for key, value in optimizer.state.items() if id(key) in copies or not isinstance(key, Tensor)}
     twin.state = type(optimizer.state)(getattr(optimizer.state, "default_factory", None), copy.deepcopy(kept, memo))
     return twin
+
+
+def _list_copies(optimizer: Optimizer, copies: Mapping[int, nn.Parameter]) -> dict[int, Any]:
+    """What takes the place of parameters, and of tensors in groups and states, in a copy, by the original's id; None:
+    nothing does."""
+    memo: dict[int, Any] = dict(copies)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            memo.setdefault(id(parameter), None)
+        for option in group.values():
+            if isinstance(option, Tensor):
+                memo[id(option)] = option.detach().to(_CPU, copy=True)
+    for parameter, state in optimizer.state.items():
+        for value in tree_flatten(state)[0] if id(parameter) in copies else ():
+            if isinstance(value, Tensor):
+                memo[id(value)] = value.detach()[(slice(_LONGEST),) * value.dim()].to(_CPU, copy=True)
+    return memo
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
