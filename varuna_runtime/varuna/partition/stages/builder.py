@@ -53,8 +53,8 @@ def build_stage(
     parameters and buffers only, or with their values from `values`. Those on `meta` without such values are made on the
     device and initialised by the model's own modules, so that every split gives the same model (initial_values.py).
 
-    `parameters_follow`: the caller gives parameters their values, so neither `values` nor the modules do where that
-    takes time: they are as memory was.
+    `parameters_follow`: the caller gives parameters their values afterwards. Those that `values` or the modules would
+    fill are as memory was, but for those beside a buffer that its module initialises.
 
     Raises:
         PartitionError: the model cannot be cut here, or something on `meta` cannot be initialised.
