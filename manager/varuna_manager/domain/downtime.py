@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _BEGINNINGS = ("wait", "process")
@@ -70,8 +70,18 @@ def split_downtime(moments: MorphMoments, start: Sequence[DowntimePart]) -> tupl
             at = until
     ready_at = moments.first_step_at if moments.ready_at is None else moments.ready_at
     launch_s = ready_at - moments.created_at - sum(part.seconds for part in start)
-    found += [DowntimePart(name="launch", seconds=max(launch_s, 0.0)), *start]
+    found += [DowntimePart(name="launch", seconds=max(launch_s, 0.0)), *_cut_beginning(start, -launch_s)]
     return (*found, DowntimePart(name="step", seconds=max(moments.first_step_at - ready_at, 0.0)))
+
+
+def _cut_beginning(parts: Sequence[DowntimePart], seconds: float) -> list[DowntimePart]:
+    """The parts without their first seconds: a survivor waits for its rank from before the generation is decided."""
+    left = []
+    for part in parts:
+        cut_s = min(part.seconds, max(seconds, 0.0))
+        seconds -= cut_s
+        left.append(replace(part, seconds=part.seconds - cut_s))
+    return left
 
 
 def render_longest_parts(parts: Sequence[DowntimePart]) -> str:

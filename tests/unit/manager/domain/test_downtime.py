@@ -48,6 +48,14 @@ def test_the_time_in_which_survivors_end_their_shares_is_not_the_planners() -> N
     assert render_longest_parts(parts[1:4]) == "survivors' shares 0.8 s, stop 0.5 s, plan 0.2 s"
 
 
+def test_what_a_rank_waited_before_the_generation_was_decided_is_no_part_of_it() -> None:
+    """A survivor that leaves first waits for its rank while others end their shares."""
+    parts = split_downtime(replace(MORPH, left_at=13.25), [replace(START[0], seconds=3.0), *START[1:]])
+    times = {part.name: part.seconds for part in parts}
+    assert (times["launch"], times["wait"], times["process"], times["load"]) == (0.0, 0.75, 2.0, 1.0)
+    assert sum(times.values()) == MORPH.first_step_at - MORPH.last_progress_at
+
+
 def test_a_jobs_first_generation_has_nothing_to_stop() -> None:
     parts = split_downtime(MorphMoments(last_progress_at=10.0, created_at=11.0, first_step_at=14.0), [])
     assert [(part.name, part.seconds) for part in parts] == [("plan", 1.0), ("launch", 3.0), ("step", 0.0)]
