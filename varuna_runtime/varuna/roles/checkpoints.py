@@ -104,14 +104,15 @@ class TrainingCheckpoints:
         averages = {} if average is None else average.averages
         state = replace(self.held, optimizers=self._updater.optimizers, averages=averages)
         self.state_bytes = late_bytes + sum(count_bytes(name, state) for name in state.tensors)
-        self._counts_optimizers = late_bytes > 0 or any(optimizer.state for optimizer in self._updater.optimizers)
+        self._counts_optimizers = late_bytes > 0 or self._have_optimizers_state()
 
     def count_updated_state(self) -> None:
         """Counts the state after a step, unless it has been counted since the optimizers' first update."""
-        if self._counts_optimizers:
-            return
-        if not self.state_bytes or any(optimizer.state for optimizer in self._updater.optimizers):
+        if not self.state_bytes or (not self._counts_optimizers and self._have_optimizers_state()):
             self.count_state()
+
+    def _have_optimizers_state(self) -> bool:
+        return any(optimizer.state for optimizer in self._updater.optimizers)
 
     def hold_scaler(self, scaler: LossScaler) -> None:
         self.registered.register_state(_LOSS_SCALE_STATE, scaler, per=StateScope.JOB, replace=True)

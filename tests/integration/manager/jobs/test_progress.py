@@ -7,23 +7,13 @@ from typing import Any
 
 from sqlalchemy import select
 
-from migrated_stores import migrated
-from rest_world import SPEC
-from varuna_manager.db.engine import Database
-from varuna_manager.db.models import GenerationRow, JobRow, WorkerRow
-from varuna_manager.domain.spec import JobSpec
+from stored_job import make_generation, store_job
+from varuna_manager.db.models import GenerationRow, WorkerRow
 from varuna_manager.jobs.progress import Progress
 from varuna_manager.world.events import EventLog
-from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2 as pb
 
 LOST_AT, LEFT_AT, CREATED_AT, STEPPED_AT = 1010.0, 1040.0, 1040.5, 1060.0
-
-
-def generation(number: int, **more: Any) -> GenerationRow:
-    plan = Plan(p=1, d=2, micro_batch=2, global_batch=8, predicted_minibatch_s=60.0, examples_per_s=8 / 60)
-    values = {"plan": plan.to_document(), "candidates": [], "rendezvous_host": "h", "rendezvous_port": 1}
-    return GenerationRow(job_id="j", number=number, kind="training", reason="test", **values, **more)
 
 
 def worker(rank: int, stopped_at: float, **more: Any) -> WorkerRow:
@@ -33,18 +23,12 @@ def worker(rank: int, stopped_at: float, **more: Any) -> WorkerRow:
 
 async def test_survivors_that_end_their_shares_keep_no_planner_waiting(tmp_path: Path) -> None:
     """The generation has ended with its lost rank; another that held its state came after the next one had begun."""
-    migrated(tmp_path / "manager.db")
-    database = Database(f"sqlite:///{tmp_path / 'manager.db'}")
-    spec = JobSpec(**{**SPEC, "name": "j"}).model_dump()
+    database = await store_job(tmp_path)
+    running = [{"state": "running", "at": CREATED_AT + 0.5, "reason": ""}]
     async with database.write() as session:
-        session.add(JobRow(id="j", name="j", state="running", spec=spec, history=[], created_at=1.0))
-        await session.flush()
-        lost = {"state": "ended", "history": [], "created_at": 1.0, "last_step": 4, "last_step_at": 1000.0}
-        session.add(generation(1, **lost, stop_requested_at=LOST_AT, ended_at=LOST_AT))
-        running = [{"state": "running", "at": CREATED_AT + 0.5, "reason": ""}]
-        session.add(
-            generation(2, state="running", history=running, in_place=True, resumed_step=4, created_at=CREATED_AT)
-        )
+        lost = {"created_at": 1.0, "last_step": 4, "last_step_at": 1000.0}
+        session.add(make_generation(1, **lost, stop_requested_at=LOST_AT, ended_at=LOST_AT))
+        session.add(make_generation(2, state="running", history=running, resumed_step=4, created_at=CREATED_AT))
         await session.flush()
         session.add_all([worker(0, LEFT_AT, held_step=4), worker(1, LOST_AT), worker(2, CREATED_AT + 9, held_step=4)])
     async with database.write() as session:

@@ -3,38 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from migrated_stores import migrated
-from rest_world import SPEC
-from varuna_manager.db.engine import Database
-from varuna_manager.db.models import GenerationRow, JobRow
-from varuna_manager.domain.spec import JobSpec
+from stored_job import STEP_S, make_generation, store_job
 from varuna_manager.world.pasts import read_past
-from varuna_proto.plan import Plan
-
-STEP_S = 180.0
-PLAN = Plan(p=1, d=2, micro_batch=2, global_batch=8, predicted_minibatch_s=STEP_S, examples_per_s=8 / STEP_S)
-
-
-def generation(number: int, **changes: Any) -> GenerationRow:
-    values = {
-        "job_id": "j",
-        "number": number,
-        "kind": "training",
-        "state": "ended",
-        "history": [],
-        "plan": PLAN.to_document(),
-        "candidates": [],
-        "rendezvous_host": "h",
-        "rendezvous_port": 1,
-        "reason": "test",
-        "in_place": True,
-        **changes,
-    }
-    return GenerationRow(**values)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +24,10 @@ async def test_the_first_step_is_no_part_of_what_a_morph_took(
     redone: int | None, left: int | None, slower: float | None, first_step_s: float, tmp_path: Path
 ) -> None:
     """Two seconds until all were ready, one of them until the generation before had ended."""
-    migrated(tmp_path / "manager.db")
-    database = Database(f"sqlite:///{tmp_path / 'manager.db'}")
-    spec = JobSpec(**{**SPEC, "name": "j"}).model_dump()
+    database = await store_job(tmp_path)
     async with database.write() as session:
-        session.add(JobRow(id="j", name="j", state="running", spec=spec, history=[], created_at=1.0))
-        await session.flush()
-        before = generation(1, created_at=0.0, last_step_at=999.0, stop_requested_at=999.0, ended_at=1000.0)
-        after = generation(
+        before = make_generation(1, created_at=0.0, last_step_at=999.0, stop_requested_at=999.0, ended_at=1000.0)
+        after = make_generation(
             2,
             created_at=1000.0,
             started_at=1001.0 + first_step_s,
