@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ class Flakes:
 
 def main() -> int:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the run under way ends
     arguments.logs.mkdir(parents=True, exist_ok=True)
     flakes = Flakes(arguments.logs)
     with busy_loops(arguments.load * (os.cpu_count() or 1)):

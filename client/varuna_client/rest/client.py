@@ -35,6 +35,9 @@ _PATIENCE_S = 30.0
 """How long following events survives a manager that is away, because it is being restarted."""
 _SILENCE_S = 45.0
 """The read timeout of a stream, on which the manager sends something every 15 s."""
+_REUSED_FOR_S = 2.0
+"""How long an idle connection may be used again: less than the 5 s after which the manager closes it. Otherwise a call
+that is sent just then gets no answer, and one that may not be sent twice fails."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,6 +68,7 @@ def _options(url: str, token: str | None, ca: str | None, timeout_s: float) -> d
     return {
         "timeout": timeout_s,
         "trust_env": False,
+        "limits": httpx.Limits(keepalive_expiry=_REUSED_FOR_S),
         "headers": {} if token is None else {"Authorization": f"Bearer {token}"},
         "verify": trust(ca) if url.startswith("https:") else False,
     }

@@ -53,6 +53,8 @@ from varuna_proto.hosts import Network, mapped
 
 _SHUTDOWN_S = 3
 _MAX_CONNECTIONS = 1000
+_KEEP_IDLE_S = 5
+"""How long an idle connection is kept open. Callers should stop using theirs earlier, as our client does."""
 _STANDBY_LOOK_S = 0.5
 
 
@@ -286,6 +288,7 @@ def _make_http_server(app: ASGIApp, tls: ssl.SSLContext | None, proxies: Sequenc
         ssl_context_factory=None if tls is None else lambda config, default: tls,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         limit_concurrency=_MAX_CONNECTIONS,
+        timeout_keep_alive=_KEEP_IDLE_S,
         proxy_headers=bool(proxies),  # only for proxies: otherwise callers could forge their address
         forwarded_allow_ips=[str(network) for network in (*proxies, *filter(None, map(mapped, proxies)))],
         server_header=False,

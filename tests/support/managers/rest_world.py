@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 from sqlalchemy import delete
 
+from http_limits import ONE_CALL_EACH
 from varuna_manager.access.audit import AuditLog
 from varuna_manager.agents.agent_wheel import AgentWheel
 from varuna_manager.agents.reports import ReportService
@@ -114,7 +115,7 @@ async def rest_world(folder: Path, url: str | None = None) -> AsyncIterator[Rest
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started, "the server")
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        http = httpx.AsyncClient(base_url=address, trust_env=False, timeout=DEADLINE_S)
+        http = httpx.AsyncClient(base_url=address, trust_env=False, timeout=DEADLINE_S, limits=ONE_CALL_EACH)
         try:
             yield RestWorld(database, provider, events, reports, live, services, server, address, http)
         finally:

@@ -20,6 +20,7 @@ import grpc
 import httpx
 
 from forked_manager import ForkedManager, ManagerZygote
+from http_limits import ONE_CALL_EACH
 from left_vms import kill_left_vms
 from migrated_stores import migrated
 from own_ports import own_ports
@@ -263,7 +264,7 @@ class ScriptedManager:
         """Another than the manager's own, with its arguments."""
         self.process: subprocess.Popen[bytes] | ForkedManager | None = None
         self._zygote = zygote
-        self.rest = httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S)
+        self.rest = httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S, limits=ONE_CALL_EACH)
         self.agents: dict[str, ScriptedAgent] = {}
 
     async def start(self, *flags: str) -> None:

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509 import CertificateSigningRequestBuilder, Name
 from grpc import Channel, ChannelCredentials
 
+from http_limits import ONE_CALL_EACH
 from left_vms import kill_left_vms
 from own_ports import own_ports
 from varuna_manager.access.authority import AgentSubject, Authority, open_authority, read_agent_subject
@@ -130,7 +131,8 @@ class SecureManager:
         """A caller with an address of its own: too many failures of one do not concern the others."""
         # Each look while a manager starts is a caller too: one last octet would not be enough for them.
         address = str(ipaddress.IPv4Address("127.0.0.1") + next(_callers))
-        transport = httpx.HTTPTransport(verify=ssl.create_default_context(cafile=self.ca_file), local_address=address)
+        context = ssl.create_default_context(cafile=self.ca_file)
+        transport = httpx.HTTPTransport(verify=context, local_address=address, limits=ONE_CALL_EACH)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         client = httpx.Client(base_url=f"{self.url}/api/v1", transport=transport, headers=headers, timeout=DEADLINE_S)
         self.clients.append(client)

@@ -14,7 +14,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from varuna_client import AsyncClient
+from varuna_client.rest import client as client_module
 from varuna_manager.api.http.connections import LimitedListener, PatientHttp
+from varuna_manager.server.process import _make_http_server
 from varuna_proto.hosts import networks
 from waiting import DEADLINE_S, until
 
@@ -30,8 +33,13 @@ class Unhurried(PatientHttp):
     head_s = body_s = rest_s = unread_s = DEADLINE_S
 
 
+_ports: list[int] = []
+"""Of the callers' ends of connections, one for each request."""
+
+
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with what it read; at once to /early, with a lot to /large."""
+    _ports.append(scope["client"][1])
     request = Request(scope, receive)
     body = b"" if scope["path"] == "/early" else await request.body()
     large = b"x" * 20_000_000 if scope["path"] == "/large" else b""
@@ -157,3 +165,20 @@ async def test_who_gets_on_is_served() -> None:
             assert await reader.readexactly(1000) == b"y" * 1000
         writer.close()
         await writer.wait_closed()
+
+
+def test_the_client_stops_using_idle_connections_before_the_manager_closes_them() -> None:
+    manager_s = _make_http_server(echo, None, ()).config.timeout_keep_alive
+    assert manager_s >= 2 * client_module._REUSED_FOR_S
+
+
+@pytest.mark.parametrize(("reused_for_s", "connections"), [(0.0, 2), (DEADLINE_S, 1)])
+async def test_the_client_opens_a_new_connection_when_its_own_was_idle(
+    monkeypatch: pytest.MonkeyPatch, reused_for_s: float, connections: int
+) -> None:
+    monkeypatch.setattr(client_module, "_REUSED_FOR_S", reused_for_s)
+    async with serving() as server, AsyncClient(f"http://127.0.0.1:{server.getsockname()[1]}") as client:
+        _ports.clear()
+        assert await client.is_ready()
+        assert await client.is_ready()
+    assert len(set(_ports)) == connections
