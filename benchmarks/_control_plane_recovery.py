@@ -2,8 +2,8 @@
 
 Real manager, real agents, real workers, four local VMs. `killed`: SIGKILL to everything of a VM. `silent`: SIGSTOP to
 its agent; the machine exists but is silent. For comparison torchrun, four processes of the same model under plain
-DDP that save after each step, one of which is killed; it restarts them all on the same machine. All times are seconds
-after the signal, by the clock of this machine.
+DDP that save after each step. One of them is killed, and torchrun restarts them all on the same machine. All times are
+seconds after the signal, by the clock of this machine.
 """
 
 from __future__ import annotations

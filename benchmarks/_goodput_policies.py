@@ -313,7 +313,7 @@ class ManagersRules:
             views[vm] = replace(views[vm], state=VmState.DRAINING, reason="it has notice", notice_deadline=at_s)
             job.look_again(at_s - LEFT_AHEAD_S)
         for vm in job.generation.vms if job.generation is not None else ():
-            views.setdefault(vm, VmView(id=vm, state=VmState.GONE, reason="the provider does not have it any more"))
+            views.setdefault(vm, VmView(id=vm, state=VmState.GONE, reason="the provider no longer has it"))
         return views
 
     def _view(self, now: float, job: ReplayedJob, proposal: Proposal | None = None) -> JobView:

@@ -87,7 +87,7 @@ class VmNetwork(TemporaryNetwork):
                 near, _ = listener.accept()
                 try:
                     far = socket.create_connection((_HOST, self._port))
-                except OSError:  # the manager is not there yet, or any more
+                except OSError:  # the manager is not there yet, or no longer
                     near.close()
                     continue
                 for ends in ((near, far), (far, near)):

@@ -248,7 +248,7 @@ class GenerationDocument(TypedDict):
     marks_obstacle: str | None
     """Why they keep no marks, which they were to keep; null: nothing is known against it."""
     copied_step: int | None
-    """The newest step of which the keepers have a copy of every stage; null: none is known."""
+    """The newest step that the keepers have copies of, for every stage; null: none is known."""
     reason: str
     kind_of_morph: str | None
     """reshape: its workers are processes of the generation before, which kept their state; restart: they are new

@@ -10,7 +10,7 @@ OTHER_STAGES = "in other stages: "
 ACCUMULATES = "the script accumulates gradients; a larger global batch does the same"
 OWN_GROUPS = "the script has process groups of its own; without them, step() returns the loss over all ranks"
 NEVER_IN_PLACE = frozenset({ACCUMULATES, OWN_GROUPS})
-"""Those of a worker's reasons because of which it cannot even end the step under way in place."""
+"""Those of a worker's reasons that keep it even from ending the step under way in place."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,7 @@ class HostedWorker:
     unreached: agent_pb2.Unreached | None = None
     """The peer that the worker could not reach."""
     script_obstacle: str = ""
-    """What its script does because of which its process cannot go on in place; empty: nothing known."""
+    """What its script does that keeps its process from going on in place; empty: nothing known."""
     left: worker_pb2.GenerationLeft | None = None
     """Set when it has left its generation and may not stay: its exit is reported as that once its process has ended."""
     stored: agent_pb2.HeldState | None = None

@@ -1,7 +1,7 @@
 """Has agents start processes ahead for the next generations of jobs, send these the state, and end those that are no
 longer wanted.
 
-All of it is in memory: a manager that has just started decides anew what it wants, which are the same requests as
+All of it is in memory: a manager that has just started decides what it wants, which are the same requests as
 before if nothing has changed, and ends what is left of others.
 """
 

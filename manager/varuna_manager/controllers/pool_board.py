@@ -27,7 +27,7 @@ from varuna_proto.rest_fleet import PoolDocument
 __all__ = ["FleetVms", "PoolBoard"]
 
 _PAST_EVERY_S = 60.0
-"""The past is read anew so often: thousands of rows."""
+"""How often the past is read, which is thousands of rows."""
 _DEFAULT_JOIN_S = 300.0
 """What a VM takes to join while none has: a cloud makes it, and it installs its agent."""
 _STOP_S = 10.0

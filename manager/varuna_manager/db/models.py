@@ -118,7 +118,7 @@ class JobRow(_Living, Base):
     """By VM where the workdir could not be made ready: how often (`times`), the setup's `exit_code` (null: it did not
     end), and the number of the last `report` of it."""
     script_obstacles: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
-    """What its script does because of which no worker can go on in place: those for which there is an event."""
+    """What its script does that keeps its workers from going on in place, as far as events have been emitted for it."""
     memory_margin: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     """By how much its plans allow for more memory than its profile says (`domain.memory_margin`). Null: by nothing."""
     version: Mapped[int] = mapped_column(Integer)
@@ -191,7 +191,7 @@ class GenerationRow(_Living, Base):
     is done again counts again."""
     last_step_at: Mapped[float | None]
     copied_step: Mapped[int | None]
-    """The newest step of which other VMs keep a copy of every stage. Null: none is known."""
+    """The newest step that other VMs keep a copy of, for every stage. Null: none is known."""
     copies_obstacle: Mapped[str | None] = mapped_column(Text)
     """Why its workers keep no copies of states, though it has keepers. Null: nothing is known against it."""
     marks_obstacle: Mapped[str | None] = mapped_column(Text)

@@ -194,7 +194,7 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     """Grow to `gpus` GPUs in all, when the plan for them is worth a morph.
 
     A generation completes its first step before it grows, so that a stream of new VMs cannot keep a job from making
-    progress. One in place is asked to leave during its first step, which it finishes, or of which nothing is lost
+    progress. One in place is asked to leave during its first step; it finishes that, or loses nothing of it
     (`domain.leaving_step`).
     """
     may_grow = generation.kind is GenerationKind.TRAINING and generation.has_new_state

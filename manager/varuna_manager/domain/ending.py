@@ -51,7 +51,7 @@ def decide_end(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
 
 
 def _answer_shortage(job: JobView, generation: GenerationView, end: EndGeneration) -> list[Action]:
-    """After a want of memory the job is planned anew, with more room; it fails if there is no plan to change, or if
+    """When memory was short, the job gets a new plan, with more room; it fails if there is no plan to change, or if
     plans have been changed too often."""
     if generation.kind is GenerationKind.CALIBRATION and job.profiled_at is None:
         ways = "give it GPUs with more memory, more cut-points, or an optimizer that takes less (fused=True)"

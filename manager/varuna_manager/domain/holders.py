@@ -126,7 +126,7 @@ def _assume_copies(
 
 
 def _list_steps(workers: Iterable[WorkerView]) -> list[int]:
-    """The steps of which they hold something, the newest first."""
+    """The steps that they hold any state of, the newest first."""
     workers = list(workers)
     of_copies = {copy.step for worker in workers for copy in worker.held_copies}
     return sorted({*list_held_steps(workers), *of_copies}, reverse=True)

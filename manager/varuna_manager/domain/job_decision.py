@@ -322,7 +322,7 @@ def _choose_mode_before_deadline(
     """
     if generation.stop_mode is StopMode.LEAVE_NOW:
         return StopMode.LEAVE_NOW, ""
-    within = f"; in the middle of its step, of which {rest_s:.0f} s are left"
+    within = f"; in the middle of its step ({rest_s:.0f} s are left)"
     if may_stay_in_place(generation, vms, job.min_gpus, gpu_limit(job)):
         if left_s >= rest_s:
             return StopMode.HOLD_FIRST, ""

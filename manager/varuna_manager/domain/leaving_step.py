@@ -51,7 +51,7 @@ def render_gain_within_step(
 
     Args:
         present_rate: its examples/s.
-        has_state: whether the state that the step began with is there already, so that it need not move.
+        has_state: whether the new shape's ranks have the state that the step began with, so that it need not move.
     """
     before, after = generation.plan, proposal.plan
     if before is None or after is None or not may_leave_within_step(generation, proposal):
@@ -67,7 +67,7 @@ def render_gain_within_step(
         return ""
     there = ", the state is there" if has_state else ""
     worth = f"that saves {gain_s:.0f} s and costs {cost_s:.1f} s"
-    return f"; within its step, of which {rest_s:.0f} s are left{there}: {worth}"
+    return f"; within its step ({rest_s:.0f} s are left{there}): {worth}"
 
 
 def predict_rest_s(now: float, generation: GenerationView, since: float | None = None) -> float:

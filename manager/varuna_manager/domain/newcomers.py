@@ -4,7 +4,7 @@ They run the script up to `Varuna()` and wait there, so that neither their start
 pause of the morph. Then the state may go to them (`domain.sending_ahead`).
 
 Nothing depends on either: a generation whose newcomers are not there starts new processes, as after a loss. So what is
-wanted is decided anew at every look, and is in no row.
+wanted is decided at every look, and is in no row.
 """
 
 from __future__ import annotations

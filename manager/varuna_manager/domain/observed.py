@@ -307,7 +307,7 @@ class Holder:
     held_at: float
     """When its agent reported that it holds the state."""
     stages: tuple[int, ...] = ()
-    """Of which it has the state, its own or a copy; empty: of its own."""
+    """The stages whose state it has, its own or a copy; empty: only its own."""
     local_rank: int | None = None
     """The index of its device on the VM; None: an earlier manager has not stored it."""
 
@@ -424,8 +424,8 @@ class GenerationView:
 
     @property
     def longest_step_s(self) -> float:
-        """How long its next step may take. Before there is a measured time, a step may take as long as its first one,
-        of which only the end is known: the predicted time may be far too short."""
+        """How long its next step may take. Before there is a measured time, a step may take as long as its first one.
+        Only the end of that is known, and the predicted time may be far too short."""
         if self.mean_step_s is not None or self.first_step_after_s is None:
             return self.step_s
         return max(self.step_s, self.first_step_after_s)

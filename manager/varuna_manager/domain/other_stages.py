@@ -103,7 +103,7 @@ def find_unmoved(ended: GenerationView, is_there: Callable[[Holder], bool]) -> H
 
 
 def list_held_stages(worker: WorkerView, p: int, step: int) -> tuple[int, ...]:
-    """The stages whose state after `step` steps a worker holds, its own and those of which it has copies."""
+    """The stages whose state after `step` steps a worker holds, its own and copies of others."""
     copies = {copy.rank % p for copy in worker.held_copies if copy.step == step}
     own = {worker.rank % p} if worker.held_step == step else set[int]()
     return tuple(sorted(own | copies))

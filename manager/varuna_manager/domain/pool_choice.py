@@ -122,7 +122,7 @@ def choose_gpu_type(
 ) -> str:
     """The GPU type to ask for.
 
-    It stays the type of which there are most VMs. Another one is asked for when no pool of that type can be asked and
+    It stays the type that most VMs have. Another one is asked for when no pool of that type can be asked and
     so much is missing that jobs would move to the other type (`OTHER_TYPE_FACTOR`).
 
     Args:

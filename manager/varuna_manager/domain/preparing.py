@@ -1,4 +1,4 @@
-"""Which VMs prepare the workdirs of which jobs.
+"""Which VMs prepare workdirs, and for which jobs.
 
 A workdir is prepared on the VMs of the job's future share of the fleet. The jobs that run there keep their GPUs until
 it is ready (`domain.sharing.hold_back_shares`). A VM prepares one workdir at a time, the most urgent job's first.

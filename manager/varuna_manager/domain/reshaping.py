@@ -38,7 +38,7 @@ _RESTARTS_FROM_MEMORY = frozenset(
 """Ends after which the job has another shape, or its script runs from its beginning. The old processes are sound, but
 for the rank that raised an error: they take other stages (`domain.other_stages`), or give their state to new ones."""
 PLANNED_STOPS = frozenset({EndCause.GROWTH, EndCause.SLOW_VM})
-"""Stops for another shape, of which all processes are there."""
+"""Stops for another shape in which no process was lost."""
 SURVIVABLE_EXITS = frozenset({ExitCause.GENERATION_ENDED, ExitCause.PEER_LOST})
 """Exits of workers whose processes may stay, with their state."""
 HOLDING_EXITS = SURVIVABLE_EXITS | {ExitCause.SCRIPT_FAILED, ExitCause.OUT_OF_MEMORY, ExitCause.AGENT_ENDED}

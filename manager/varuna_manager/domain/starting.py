@@ -224,7 +224,7 @@ def _render_backoff(job: JobView) -> str:
 def _explain_wait_for_agent(now: float, job: JobView, vms: Vms, rules: Rules) -> str:
     """Why the job waits for an agent that has ended and may start again; empty: it does not.
 
-    Its VM's memory has a stage of which no other worker of the last generation holds the state.
+    Its VM's memory has the state of a stage, and no other worker of the last generation holds that.
     """
     ended = job.generation
     if ended is None or ended.live or ended.plan is None or job.state is not JobState.RUNNING:

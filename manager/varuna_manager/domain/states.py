@@ -93,7 +93,7 @@ class EndCause(StrEnum):
     PROFILED = "profiled"
     SCRIPT_FAILED = "script_failed"
     OUT_OF_MEMORY = "out_of_memory"
-    """The device of one of its ranks had no memory left. The job is planned anew, with more room."""
+    """The device of one of its ranks had no memory left. The job gets a new plan, with more room."""
     WORKER_FAILED = "worker_failed"
     VM_LOST = "vm_lost"
     MANAGER_AWAY = "manager_away"

@@ -16,7 +16,7 @@ from varuna_proto.rest_fleet import VmUsageDocument
 from varuna_proto.v1 import agent_pb2 as pb
 
 _WRITE_EACH_S = 60.0
-"""At most so often for each VM."""
+"""The least time between two writes for one VM."""
 _AT_ONCE = 50
 """VMs of one transaction: a few milliseconds."""
 _PAUSE_S = 2.0

@@ -36,7 +36,7 @@ class GpuCount(NamedTuple):
 
 
 def sum_gpu_counts(counts: Iterable[GpuCount]) -> tuple[GpuCount, ...]:
-    """The GPUs by type, each type once; types of which there are none are left out."""
+    """The GPUs by type, each type once; types without a GPU are left out."""
     gpus = Counter[str]()
     memories: dict[str, list[int]] = {}
     for each in counts:

@@ -1,4 +1,4 @@
-"""The kind `azure`: spot VMs of Azure, each of which installs its agent from the manager.
+"""The kind `azure`: spot VMs of Azure, which install their agents from the manager.
 
 The cloud-init document with the join token is Azure's custom data: neither Azure's API nor its metadata service returns
 that, and only root can read it on the VM.

@@ -153,7 +153,7 @@ class Provider(Protocol):
 
 @runtime_checkable
 class PooledProvider(Provider, Protocol):
-    """A provider whose VMs come from several pools, each of which is a market of its own."""
+    """A provider whose VMs come from several pools. Each pool is a market of its own."""
 
     @property
     def pools(self) -> Mapping[str, PoolTerms]:

@@ -1,4 +1,4 @@
-"""The kind `ec2`: spot instances of AWS, each of which installs its agent from the manager.
+"""The kind `ec2`: spot instances of AWS, which install their agents from the manager.
 
 The cloud-init document with the join token is the instance's user data. Whatever runs on the instance can read that
 later, but the token has been used by then.

@@ -1,4 +1,4 @@
-"""The kind `gce`: spot VMs of Google Cloud, each of which installs its agent from the manager.
+"""The kind `gce`: spot VMs of Google Cloud, which install their agents from the manager.
 
 The cloud-init document with the join token is the VM's metadata `user-data`. Whatever runs on the VM can read that
 later, but the token has been used by then.

@@ -1,4 +1,4 @@
-"""A fixed list of hosts, on each of which an operator starts an agent.
+"""A fixed list of hosts. An operator starts an agent on each of them.
 
 They are neither made nor given back. A host whose agent has not connected is shown as missing; an agent that the list
 does not name is refused.

@@ -100,8 +100,9 @@ def _past_shape(row: GenerationRow, before: GenerationRow | None, moved: Mapping
 
 
 def _first_step_s(row: GenerationRow) -> float:
-    """What its first step should have taken, of which a generation in place may have run a part before: as its later
-    steps took, or as predicted where it made none."""
+    """What its first step should have taken: as its later steps took, or as predicted where it made none.
+
+    A generation in place may have run a part of that step before."""
     plan = Plan.from_document(row.plan)
     progress = GenerationProgress(*(getattr(row, name) for name in GenerationProgress._fields))
     step_s = plan.predicted_minibatch_s if progress.mean_step_s is None else progress.mean_step_s

@@ -88,7 +88,7 @@ class LossExposure:
     """The same, those counted once that are lost together: each burst stops it once. Here and below only those that
     cost something: not those with a notice in time."""
     hit_share: float
-    """Of its replicas, those of which a burst takes a VM."""
+    """The share of its replicas that lose a VM in a burst."""
     store_stops_per_hour: float
     """Bursts after which it needs its checkpoint, without copies of states,"""
     copied_store_stops_per_hour: float
@@ -104,7 +104,7 @@ class LossExposure:
     save_interval_s: float | None = None
     """Between saves, where the user says so; None: as often as pays (`Cadence`)."""
     unsaved_s: float | None = None
-    """What was trained of a job of which no checkpoint comes, and is in none; None: its checkpoints come."""
+    """What a job without new checkpoints has trained since its last one; None: its checkpoints come."""
 
     def is_overdue(self, trained_s: float) -> bool:
         """Whether a job that has trained so long without a new checkpoint has no store that works."""

@@ -79,7 +79,7 @@ def bursts_per_hour(stops_per_hour: float, bursts: Iterable[int], vms: int) -> f
 
 
 def mean_hit_share(bursts: Iterable[int], replicas: Sequence[int], vms: int) -> float:
-    """The share of the replicas of which a burst takes a VM, on average. `replicas`: the VMs of each."""
+    """The share of the replicas that lose a VM in a burst, on average. `replicas`: the VMs of each."""
     sizes = _list_sizes(bursts, vms)
     hit = sum(1.0 - _chance_of_none(size, own, vms) for size in sizes for own in replicas)
     return hit / (len(sizes) * len(replicas))

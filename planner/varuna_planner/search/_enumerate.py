@@ -93,8 +93,8 @@ def _bound(model: ModelTotals, net: NetworkCosts, V: float, P: int, D: int, N: i
     1. The busiest stage's work. 2. One micro-batch's way through all stages and back, during which the busiest stage
     can only do the forwards that its stash holds, at most `cap`, and then the rest of its work. 3. The fill up to stage
     s, N times its work, and the drain, if the work is divided so that this is the same for every s: with hops of h,
-    both ways, w_s + h = (w_0 + h) (1 - 1/N)^s. 4. The average stage with its all-reduce, of which one backward hides a
-    part at best. `least_finish_us` is added to 1 to 3.
+    both ways, w_s + h = (w_0 + h) (1 - 1/N)^s. 4. The average stage with its all-reduce. One backward hides a part of
+    that at best. `least_finish_us` is added to 1 to 3.
     """
     work = model.forward_us + model.backward_us
     full = full_micro_batches(D, N)

@@ -946,7 +946,7 @@ class WorkerExited(_message.Message):
     save_s: _builtins.float
     """seconds from a save-first Stop to this exit; 0: it did not save and leave"""
     script_obstacle: _builtins.str
-    """what the script does because of which its processes cannot go on in place; empty: nothing known"""
+    """what the script does that keeps its processes from going on in place; empty: nothing"""
     @_builtins.property
     def unreached(self) -> Global___Unreached:
         """the peer that the worker could not reach; unset: none is known"""

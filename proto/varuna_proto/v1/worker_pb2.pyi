@@ -61,7 +61,7 @@ class WorkerMessage(_message.Message):
     def step_traced(self) -> _agent_pb2.StepTraced: ...
     @_builtins.property
     def unreached(self) -> _agent_pb2.Unreached:
-        """the peer because of which the rank leaves"""
+        """the peer whose loss makes the rank leave"""
 
     @_builtins.property
     def waiting(self) -> Global___Waiting:
@@ -272,7 +272,7 @@ Global___GenerationLeft: _TypeAlias = GenerationLeft  # noqa: Y015
 
 @_typing.final
 class ScriptObstacle(_message.Message):
-    """what the script does because of which its processes cannot go on in place"""
+    """what the script does that keeps its processes from going on in place"""
 
     DESCRIPTOR: _descriptor.Descriptor
 

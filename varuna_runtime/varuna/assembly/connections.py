@@ -93,7 +93,7 @@ class LinkConnector:
                 )
 
     def _connect_stages(self, first: int, *, peer_in_group: int) -> tuple[LinkConnection, LinkConnection]:
-        """Down and up, between the ranks `first` and `first` + 1, one of which is this rank."""
+        """Down and up, between the ranks `first` and `first` + 1. This rank is one of them."""
         ranks, is_on_host = (first, first + 1), True
         if self.count > 1 or self.kind == "nccl":
             hosts = self.rendezvous.exchange_values(f"host/{first}", ranks, socket.gethostname())

@@ -157,7 +157,7 @@ class Parting:
 
 
 def list_lonely(leaving: Collection[int], p: int, d: int) -> frozenset[int]:
-    """The first rank of each stage of which all ranks leave."""
+    """The first rank of each stage whose ranks all leave."""
     return frozenset(stage for stage in range(p) if all(replica * p + stage in leaving for replica in range(d)))
 
 

@@ -61,7 +61,7 @@ class RankCopies:
         self._is_free = False
         self._round_step = 0
         self.whole_step = 0
-        """The newest step of which the copies of all ranks are known to be whole; 0: there is none."""
+        """The newest step whose copies are known to be whole on all ranks; 0: there is none."""
         self._series = 0
         worker.departure.add_breaker(lambda _: self.shut_down())
 

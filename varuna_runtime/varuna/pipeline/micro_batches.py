@@ -98,7 +98,7 @@ class StartedInputs(NamedTuple):
 
 
 def start_loading(inputs: Mapping[str, Any], device: torch.device, copies: CopyStream) -> StartedInputs:
-    """Starts to copy the inputs of a micro-batch to an accelerator. Those that are there already stay."""
+    """Starts to copy the inputs of a micro-batch to an accelerator. Inputs that are on the accelerator stay."""
     leaves, structure = tree_flatten(dict(inputs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not is_accelerator(leaf.device)]
     return StartedInputs(leaves, structure, places, copies.start_to_device([leaves[i] for i in places], device))

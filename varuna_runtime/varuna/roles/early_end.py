@@ -5,8 +5,8 @@ micro-batches in their sums, nothing is run again, and the rest of the step is r
 part in it leave what they have to others (`varuna.copies.parting`).
 
 The ranks agree on it over the store of their generation. Each votes, the first stage of a replica with the number of
-micro-batches that it has begun, of which it begins no more meanwhile. When all have voted, rank 0 decides. Any rank can
-refuse before that: one that has begun all, one whose sums do not count later, or one that has waited too long.
+micro-batches that it has begun; until the decision it begins no further one. When all have voted, rank 0 decides. Any
+rank can refuse before that: one that has begun all, one whose sums do not count later, or one that has waited too long.
 """
 
 from __future__ import annotations

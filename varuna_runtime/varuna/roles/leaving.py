@@ -82,7 +82,7 @@ class StateHolder:
         return ""
 
     def find_script_obstacle(self) -> str:
-        """What the script does because of which its processes cannot go on in place; empty: nothing is known."""
+        """What the script does that keeps its processes from going on in place; empty: nothing is known."""
         newest, accumulates = self._parts.progress.newest_step, self._parts.updater.accumulation.is_active
         return "" if newest is None else describe_script_obstacle(newest.inputs, accumulates=accumulates)
 

@@ -112,7 +112,7 @@ class GenerationMeeting:
         return Meeting(settled, lent)
 
     def _list_copied(self, committed: int, before: WorkerEnvironment | None) -> list[tuple[int, int]]:
-        """The sections of the stages of which this process can give copies of the state after so many steps."""
+        """The sections of each stage whose state after `committed` steps this process can give a copy of."""
         if before is None:
             return []
         plan, count = before.plan, self._parts.section_count

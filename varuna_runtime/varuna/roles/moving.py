@@ -44,7 +44,7 @@ _NAMED = 3
 
 
 def find_stage_obstacle(parts: TrainingParts, stage: Stage) -> str:
-    """What the script does because of which its processes cannot take other stages; empty: nothing is known."""
+    """What the script does that keeps its processes from taking other stages; empty: nothing is known."""
     for optimizer in parts.updater.optimizers:
         if kept := find_foreign_state(optimizer):
             return f"{type(optimizer).__name__} keeps {kept}; state by parameter can move"
@@ -185,7 +185,7 @@ class StageMove(_Move):
     def take_stage(
         self, before: Stage, model_map: ModelMap, *, for_passes: bool, without_sums: bool
     ) -> tuple[Stage | None, str]:
-        """Makes another stage of `before`, of which nothing may be in use, and fills it.
+        """Makes another stage of `before`, which nothing may use now, and fills it.
 
         `for_passes`: only with what passes read; `read_for_update` and `fill_for_update` follow. `without_sums`: those
         of other ranks do not come yet, but with `read_sums`. Returns it when all ranks have theirs, or else the reason.

@@ -88,7 +88,7 @@ class GenerationMember:
     sections: Sequence[int] = ()
     """The first section of its stage, and the one after the last."""
     copied: Sequence[Sequence[int]] = ()
-    """The same of each stage of which it has a copy of the state after `committed` steps."""
+    """The same for each stage whose state after `committed` steps it has a copy of."""
     is_at_start: bool = False
     """Whether its script is in the call of a step that nobody has agreed on."""
     weight_per_example: float | None = None
@@ -222,7 +222,7 @@ def _as_sections(sections: Sequence[int]) -> Sections:
 
 
 def _list_cut(members: Sequence[GenerationMember], section_count: int) -> list[Sections]:
-    """The stages that the survivors had. Neighbouring ones of which none of them has anything are one stage."""
+    """The stages that the survivors had. Neighbouring stages that no survivor has anything of are one stage."""
     known = {_as_sections(member.sections) for member in _list_survivors(members)}
     known |= {mark.sections for member in members for mark in member.marks}
     gaps: list[Sections] = []
@@ -399,7 +399,7 @@ def _count_in_plan(examples: int, plan: Plan) -> int:
 
 
 def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) -> str:
-    """What the script does because of which its processes cannot go on in place, and the way out; empty: nothing.
+    """What the script does that keeps its processes from going on in place, and the way out; empty: nothing.
 
     `inputs`: of the newest step.
     """

@@ -230,8 +230,9 @@ class TrainingParts:
             self.late = None
 
     def leave_late_state(self, step: TrainingStep | None) -> None:
-        """The generation in which this process awaited late state has ended here. `step`: the call under way, of which
-        nothing is kept without its sums."""
+        """The generation in which this process awaited late state has ended here.
+
+        `step`: the call under way. Nothing of it is kept without its sums."""
         late, self.late = self.late, None
         if late is not None and not late.leave() and step is not None:
             step.drop_share()

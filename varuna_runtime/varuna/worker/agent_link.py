@@ -172,7 +172,7 @@ class AgentLink:
         self._send(worker_pb2.WorkerMessage(generation_left=left))
 
     def report_script_obstacle(self, reason: str) -> None:
-        """Reports what the script does because of which this process cannot go on in the next generation."""
+        """Reports what the script does that keeps this process from going on in the next generation."""
         self._send(worker_pb2.WorkerMessage(script_obstacle=worker_pb2.ScriptObstacle(reason=reason)))
 
     def wait_for_command(self) -> Assignment | GiveCommand | StoreCommand:

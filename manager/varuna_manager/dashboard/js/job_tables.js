@@ -114,7 +114,7 @@ function morph(one) {
   return parts.length ? ` (${parts.join(", ")})` : "";
 }
 
-/** Whether other VMs keep copies of its stages, and of which step. */
+/** Whether other VMs keep copies of its stages, and the step of these. */
 function copies(one) {
   if (!one.keepers.length) return "";
   if (one.copies_obstacle) return `; no copies of its stages are kept: ${one.copies_obstacle}`;

@@ -1,4 +1,4 @@
-"""The manager's own objects in the cluster: its Deployment, which owns the pods, and its pods, of which one leads."""
+"""The manager's own objects in the cluster: its Deployment, which owns the pods, and its pods; one of them leads."""
 
 from __future__ import annotations
 

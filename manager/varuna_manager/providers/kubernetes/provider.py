@@ -146,7 +146,7 @@ class KubernetesProvider:
         return None if notice is None else notice.deadline_unix_s
 
     def _find_end(self, pod: Object) -> str | None:
-        """Why nothing runs in the pod any more; None: something does, or may soon."""
+        """Why nothing runs in the pod now or later; None: something runs, or may soon."""
         reason = self._fallen_out.get(pod["metadata"]["name"])
         if reason is not None:
             return reason

@@ -1,4 +1,4 @@
-"""VMs that are jobs of a Slurm cluster: one node each, of which the job has a part or all.
+"""VMs that are jobs of a Slurm cluster. Each job has one node, or a part of one.
 
 Slurm's controller is asked by its command line tools, with one squeue for the whole fleet every `list_every_s`. A job
 that waits in Slurm's queue is no VM yet. `create` waits for it, and cancels it when it has waited for too long.
@@ -188,7 +188,7 @@ class SlurmProvider:
     # ------------------------------------------------------------ creation
 
     async def create(self, count: int, request: str) -> CreatedVms:
-        """Submit what is missing, and wait until no job of the request waits any more. Raises ProviderRefusedError."""
+        """Submit what is missing, and wait until no job of the request is pending. Raises ProviderRefusedError."""
         self._awaited[request] += 1
         try:
             jobs = await self._refresh_jobs()

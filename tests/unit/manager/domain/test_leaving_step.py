@@ -42,7 +42,7 @@ def test_a_long_step_is_left_in_its_middle_and_the_reason_says_what_that_is_wort
     """Its sums come while the rest trains: here they take 35 s, and that 30 s."""
     stop = find_stop(growing(running(), moving_s=105.0))
     assert stop.mode is StopMode.HOLD_WITHIN_STEP
-    assert stop.reason.endswith("; within its step, of which 60 s are left: that saves 30 s and costs 5.0 s")
+    assert stop.reason.endswith("; within its step (60 s are left): that saves 30 s and costs 5.0 s")
 
 
 @pytest.mark.parametrize(

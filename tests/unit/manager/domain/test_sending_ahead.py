@@ -75,7 +75,7 @@ def test_it_trains_on_until_the_state_is_there_and_leaves_in_the_middle_of_its_s
     stop = find_stop(ask(view, send(view, steps={0: COMMITTED})))
     assert stop.mode is StopMode.HOLD_WITHIN_STEP
     assert stop.reason.endswith(
-        "; within its step, of which 60 s are left, the state is there: that saves 18 s and costs 0.0 s"
+        "; within its step (60 s are left, the state is there): that saves 18 s and costs 0.0 s"
     )
 
 

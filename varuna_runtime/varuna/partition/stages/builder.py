@@ -135,7 +135,7 @@ def _buffers(
 
 
 def _find_with_buffers(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers among `tensors`, and the parameters that the same modules hold, of which these may be computed."""
+    """The buffers among `tensors`, and the parameters of the same modules, which may be what computes the buffers."""
     ids = {id(tensor) for tensor in tensors.values()}
     needed: set[int] = set()
     for part in module.modules():

@@ -82,7 +82,7 @@ class Stage:
         shared: all parameters of the model that more than one section uses, with those sections. The gradients of a
             parameter that several stages hold must be summed over these stages.
         on_section: called with the number of each of the stage's own sections as it starts (to seed random streams).
-        first_sections: by parameter, the first section that uses it; without those of which it is not known.
+        first_sections: by parameter, the first section that uses it, where that is known.
         before_section: called in forwards with each of the stage's own sections before its code runs; with the first
             one before any code does.
     """
