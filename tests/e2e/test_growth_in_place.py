@@ -83,6 +83,6 @@ def test_a_job_grows_in_the_middle_of_a_long_step(tmp_path: Path) -> None:
     stopped_at = datetime.fromisoformat(stopping["at"]).timestamp()
     ends = [line.at for line in steps if line.step <= before["last_step"]]
     if stopping["data"]["mode"] == "hold_within_step":
-        assert "; within its step, of which " in stopping["message"]
+        assert "; within its step (" in stopping["message"]
     else:  # on a busy machine: its new process came when the step seemed nearly over
         assert stopped_at - ends[-2] > 25.0

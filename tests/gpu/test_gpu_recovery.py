@@ -49,7 +49,7 @@ def expected() -> list[float]:
 def test_survivors_go_on_with_the_same_losses(
     vms: int, before: int, after: int, more: dict[str, Any], expected: list[float], tmp_path: Path
 ) -> None:
-    """On so many VMs, of which `before` train at first, and `after` when one is lost."""
+    """On so many VMs. `before` of them train at first, and `after` when one is lost."""
     options = ["--agent-command", json.dumps(AGENT), "--device-memory-bytes", str(1 << 33)]
     with start_manager(tmp_path, vms, *options) as client:
         spec: dict[str, Any] = {

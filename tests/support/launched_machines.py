@@ -80,7 +80,7 @@ class Machines:
     def wait_for_steps(self, machines: int, *, after: int) -> int:
         """Waits until a shape for so many machines has made two steps, and returns the number of plans so far.
 
-        `after`: the number of plans of which it is none.
+        `after`: the number of plans before that shape, which do not count.
         """
 
         def look() -> int | None:

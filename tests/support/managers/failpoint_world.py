@@ -1,4 +1,4 @@
-"""A job under real agents and a real manager, any of which dies at an armed failpoint and is replaced."""
+"""A job under real agents and a real manager. Any of them dies at an armed failpoint, and is replaced."""
 
 from __future__ import annotations
 

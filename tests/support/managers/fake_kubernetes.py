@@ -67,7 +67,7 @@ class FakeKubernetes:
 
     cluster: FakeCluster = field(default_factory=FakeCluster)
     roles: dict[str, Sequence[Object]] = field(default_factory=dict)
-    """Rules of RBAC, by bearer token. A rule may have a `namespace`, outside of which it does not count."""
+    """Rules of RBAC, by bearer token. A rule with a `namespace` counts only inside that."""
     url: str = ""
     ca_pem: bytes | None = None
     connections: set[asyncio.Task[Any]] = field(default_factory=set)

@@ -123,7 +123,7 @@ class Invariants:
             newest[job] = (generation, last)
 
     def at_rest(self) -> None:
-        """What must hold when all jobs are over and nothing moves any more."""
+        """What must hold when all jobs are over and nothing moves."""
         left = self._read(_LIVE_WORKERS)
         assert not left, f"workers that nobody accounted for: {left}"
         for job_id, state in self._read("select id, state from jobs"):

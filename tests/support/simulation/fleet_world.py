@@ -67,7 +67,7 @@ class FleetWorld:
         self.began_at = self.time.now
         self.disturbances = disturbances
         self.calm = False
-        """Nothing is disturbed any more."""
+        """From now on nothing is disturbed."""
         self._folder = folder
         self.training = SimulatedTraining(
             self.time,
@@ -236,7 +236,7 @@ class FleetWorld:
         redone = sum(job.redone for job in jobs)
         return (
             f"{self.time.now - self.began_at:.0f} s, {self.market.made} VMs, {generations} generations, "
-            f"{self.training.steps_done} steps of which {redone} again, "
+            f"{self.training.steps_done} steps, {redone} of them again, "
             f"{self.training.steps_left} left in their middle, {self.training.left_late} processes left late, "
             f"the manager died {self.deaths} times, "
             f"{self.invariants.checks} commits checked, log {crc32(self.invariants.log().encode()):08x}"

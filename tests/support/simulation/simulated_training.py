@@ -87,7 +87,7 @@ class SimulatedWorker:
     """By the same."""
     alive: bool = True
     frozen: bool = False
-    """It does nothing any more."""
+    """It does nothing from now on."""
     held: HeldStages | None = None
     """What it has in memory; None: nothing yet."""
     left: bool = False

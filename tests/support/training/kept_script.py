@@ -215,7 +215,7 @@ def keep_ledger(task: Task) -> None:
 
 
 def make_marks(interval: int, *, lossy: bool, finishes: bool) -> None:
-    """Makes each rank copy its sums so often, and go on when those of all stages are kept."""
+    """Makes each rank copy its sums at this interval, and go on when those of all stages are kept."""
     RankShares.is_worth_finishing = lambda _: finishes  # type: ignore[method-assign, assignment]
     varuna.copies.rank_shares.micro_batches_between_marks = lambda _: interval  # type: ignore[assignment]
     varuna.copies.rank_shares.MARKS_SHARE = 1e9

@@ -1,4 +1,4 @@
-"""`training_script`, of which one rank kills itself at a stated point: "kill": {"rank", "at", ...} in its JSON file.
+"""`training_script` with a rank that kills itself at a stated point: "kill": {"rank", "at", ...} in its JSON file.
 
 It first waits until all ranks have met. A rank that comes after another has died and rank 0 has left cannot distinguish
 a store that is gone from one that is not there yet before its time limit; in a job its agent sends it a command to

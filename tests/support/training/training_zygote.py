@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-import pytest  # noqa: F401 - for the scripts, most of which import it
+import pytest  # noqa: F401 - for the scripts: most of them import it
 import torch
 
 import varuna

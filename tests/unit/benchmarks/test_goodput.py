@@ -302,7 +302,7 @@ def test_growth_in_the_middle_of_a_long_step_runs_only_its_rest() -> None:
     assert found.morphs["in place"] == 1
     assert found.redone_s == pytest.approx(0, abs=1e-3)
     (growth,) = [(at_s, reason) for at_s, reason in policy.reasons if reason.startswith("growth: ")]
-    assert "; within its step, of which " in growth[1]
+    assert "; within its step (" in growth[1]
     (start,) = [at_s for at_s, reason in policy.reasons if "new ones join" in reason]
     assert start == growth[0], "it does not wait for the end of the step"
     fill_s = LONG.shaped(2, 2, 1).predicted_minibatch_s / 361  # type: ignore[union-attr]

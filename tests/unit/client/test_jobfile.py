@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_the_published_schema_is_that_of_the_code_and_takes_the_example() -> None:
     published = json.loads((ROOT / "docs" / "job.schema.json").read_text())
-    assert published == job_schema(), "write it anew: varuna validate --schema > docs/job.schema.json"
+    assert published == job_schema(), "write it again: varuna validate --schema > docs/job.schema.json"
     jsonschema.Draft202012Validator.check_schema(published)
     jsonschema.validate(yaml.safe_load(EXAMPLE.read_text()), published)
     with pytest.raises(jsonschema.ValidationError):

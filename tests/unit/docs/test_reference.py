@@ -19,12 +19,12 @@ DOCS = ROOT / "docs"
 
 
 def test_the_page_is_what_the_command_says() -> None:
-    assert (DOCS / "cli.md").read_text() == page(), "write it anew: make docs"
+    assert (DOCS / "cli.md").read_text() == page(), "write it again: make docs"
 
 
 def test_the_job_files_page_is_what_their_schema_says_and_its_example_has_every_key(tmp_path: Path) -> None:
     written = job_reference.page()
-    assert (DOCS / "job-file.md").read_text() == written, "write it anew: make docs"
+    assert (DOCS / "job-file.md").read_text() == written, "write it again: make docs"
     (tmp_path / "job.yaml").write_text(job_reference.EXAMPLE)
     load_job(tmp_path / "job.yaml")
     assert set(yaml.safe_load(job_reference.EXAMPLE)) == {*KEYS} - {"profile_only", "copy_workdir"}
@@ -33,7 +33,7 @@ def test_the_job_files_page_is_what_their_schema_says_and_its_example_has_every_
 
 def test_the_python_page_is_what_the_code_says_and_has_all_that_is_public() -> None:
     written = python_reference.page()
-    assert (DOCS / "python.md").read_text() == written, "write it anew: make docs"
+    assert (DOCS / "python.md").read_text() == written, "write it again: make docs"
     for module in python_reference.MODULES:
         assert all(f"\n### {name}\n" in written for name in python_reference.public_names(module))
     for client in (varuna_client.Client, varuna_client.AsyncClient):

@@ -32,7 +32,7 @@ def example() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.fixture(scope="module")
 def vocabulary(example: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Five special tokens, then words, of which every third continues the one before."""
+    """Five special tokens, then words. Every third one continues the one before."""
     special = example["vocabulary"].SPECIAL_TOKENS
     ordinary = [("##" if index % 3 == 2 else "") + f"w{index}" for index in range(WORDS)]
     path: Path = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"

@@ -84,7 +84,7 @@ def test_a_job_whose_stages_one_vm_has_needs_its_checkpoint_at_each_loss(holders
 
 def test_single_losses_take_no_stage_that_two_vms_have() -> None:
     seen = (1,) * 96
-    # Of 100 VMs lost, only the prior's two went together, in one of C(6, 2) pairs, of which 3 have all of a stage.
+    # Of 100 VMs lost, only the prior's two went together, in one of C(6, 2) pairs. 3 of these have all of a stage.
     assert holder_losses_per_hour(2.0, seen, [2, 2, 2], 6) == pytest.approx(2.0 * 3 / 15 / 100)
     assert holder_losses_per_hour(2.0, seen, [3, 3], 6) == 0.0
 

@@ -1,4 +1,4 @@
-"""A worker whose device has no memory left: the job is planned anew, with room for what was lacking."""
+"""A worker whose device has no memory left: the job gets another plan, with room for what was lacking."""
 
 from __future__ import annotations
 

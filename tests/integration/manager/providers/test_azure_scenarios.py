@@ -52,7 +52,7 @@ async def test_vms_that_azure_takes_its_time_to_evict_are_paid_for_until_then(tm
         for name in leaving:
             world.arm.vms[name].state = "Deleting"
         await world.run(60.0)
-        assert not {*leaving} & {*await world.states()}, "nothing runs there any more"
+        assert not {*leaving} & {*await world.states()}, "nothing runs there now"
         assert len(world.arm.vms) == 8, "and there is no room for others yet"
         world.arm.evict(*leaving)
         await world.run_until_settled(8)

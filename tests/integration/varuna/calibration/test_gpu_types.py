@@ -91,7 +91,7 @@ def relative_speed_of_second(profile: Profile) -> dict[str, float]:
 @pytest.mark.slow
 def test_each_type_measures_all_sections_and_earlier_types_are_kept(calibrate: Calibrate) -> None:
     measured, _ = calibrate(["K80", "V100", "V100"])
-    assert measured.gpu_type == "V100", "that of most ranks, of which rank 0 is none"
+    assert measured.gpu_type == "V100", "that of most ranks, though not of rank 0"
     assert relative_speed_of_second(measured) == {"K80": pytest.approx(1 / 3, rel=0.3)}
     first, second = (section.measurements[0] for section in measured.sections)
     assert second.forward_us / first.forward_us == pytest.approx(1, rel=0.3)

@@ -71,7 +71,7 @@ def read_places(folder: Path) -> list[dict[str, Any]]:
 
 
 def all_gone(folder: Path) -> bool:
-    """Whether no rank runs any more (a zombie that init has yet to reap does not)."""
+    """Whether all ranks have ended (a zombie that init has yet to reap does not)."""
 
     def runs(pid: int) -> bool:
         try:

@@ -20,7 +20,7 @@ from varuna_proto.v1 import agent_pb2
 SCRIPT = Path(late_state_script.__file__)
 STEPS, LOST_IN = 6, 4
 PAUSE_S = 0.4
-"""Of each step from the third on, in one of which a command comes to leave."""
+"""Of each step from the third on. In one of these steps a command comes to leave."""
 
 
 def lose_one(

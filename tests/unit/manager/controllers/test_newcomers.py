@@ -198,7 +198,7 @@ def test_what_was_sent_for_another_shape_or_by_another_generation_does_not_count
     world.decide(Decision(reason="sends", newcomers=other))
     view = world.view().newcomers
     assert view is not None
-    assert view.sending_since == world.now, "another shape begins anew"
+    assert view.sending_since == world.now, "another shape begins again"
 
 
 def list_over(world: NewcomersWorld) -> list[tuple[str, str, bool]]:

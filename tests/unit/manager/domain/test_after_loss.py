@@ -81,7 +81,7 @@ def proposal(made: Plan, names: str) -> Proposal:
     ("d", "gone", "marks", "kept"),
     [
         (2, "b", False, 500),
-        (2, "b", True, 500 + 400),  # the lost replica's newest marks, of which the other one has the copies
+        (2, "b", True, 500 + 400),  # the other replica has the copies of the lost one's newest marks
         (2, "bc", False, 0),
         (2, "bc", True, 400 + 400),
         (2, "bd", True, 0),  # a stage has no survivor
@@ -292,7 +292,7 @@ def test_a_move_waits_for_a_process_that_has_not_said_yet_what_it_holds() -> Non
 
 
 def moved(**changes: object) -> GenerationView:
-    """1 x 4 after a move, of which rank b is lost."""
+    """1 x 4 after a move; rank b is lost."""
     members = tuple(Holder(rank=rank, stage=rank % 2, vm_id=name, held_at=NOW) for rank, name in enumerate("abcd"))
     holders = Holders(generation=1, members=members)
     return hit(1, 4, "b", last_step=None, in_place=True, holders=holders, **changes)
@@ -309,7 +309,7 @@ def test_processes_that_have_moved_go_on_with_their_new_stages() -> None:
 
 
 def test_processes_that_could_not_move_give_their_copies() -> None:
-    """1 x 3 after 1 x 4 had lost a stage, of which the process on VM c has the copy."""
+    """1 x 3 after 1 x 4 had lost a stage. The process on VM c has the copy of that."""
     stages = {"a": (0, 3), "c": (1, 2), "d": (2, 3)}
     members = tuple(
         Holder(rank=rank, stage=own, vm_id=name, held_at=0.0, stages=stages[name])

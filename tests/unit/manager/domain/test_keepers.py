@@ -270,7 +270,7 @@ def test_the_users_interval_of_checkpoints_counts() -> None:
         (0, None, None, 0, (0, 0)),
         (0, 40, 0, 0, (40, 40)),
         (40, None, 30, 0, (40, 30)),
-        (40, 7, 0, 0, (40, 7)),  # begun anew
+        (40, 7, 0, 0, (40, 7)),  # begun again
         (40, 45, 40, 44, (1, 1)),
         (40, None, 44, 44, (0, 0)),
     ],
@@ -291,7 +291,7 @@ def test_a_job_of_which_no_checkpoint_comes_keeps_copies() -> None:
     assert found.keepers
     assert found.reason.endswith("no checkpoint has the last 100000 s of training")
     anew = choose(4, 1, RARE, 5.0, unsaved=UnsavedSteps(most=20_000, now=0))
-    assert anew.reason.endswith("no checkpoint has the last 0 s of training"), "it has begun anew"
+    assert anew.reason.endswith("no checkpoint has the last 0 s of training"), "it has begun again"
 
 
 def test_a_generation_that_was_slower_than_predicted_makes_the_next_ones_steps_longer() -> None:

@@ -205,7 +205,7 @@ def test_several_vms_lost_while_a_generation_leaves_end_it_and_the_next_uses_wha
     world.look()
     assert world.view.generation is not None
     assert world.view.generation.stop is not None
-    assert world.view.generation.stop.mode is StopMode.LEAVE_NOW, "nobody can finish the step any more"
+    assert world.view.generation.stop.mode is StopMode.LEAVE_NOW, "nobody can finish the step now"
     world.lose("a")
     world.lose("b")
     world.look()

@@ -143,7 +143,7 @@ def test_a_generation_makes_a_step_before_it_grows() -> None:
 
 
 def losses(per_vm_hour: float) -> FleetPast:
-    """A fleet of which so many VMs are lost an hour, by a long past."""
+    """A fleet that loses so many VMs an hour, by a long past."""
     return FleetPast(removals=per_vm_hour * 1e6, vm_hours=1e6)
 
 

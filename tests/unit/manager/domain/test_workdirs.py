@@ -184,7 +184,7 @@ def unprofiled(job: LoadedJob, **changes: object) -> LoadedJob:
 
 
 class Fleet:
-    """Four VMs, on all of which "x" runs, while "y" waits."""
+    """Four VMs. "x" runs on all of them, while "y" waits."""
 
     def __init__(self, **waiting: object) -> None:
         self.now = NOW

@@ -199,7 +199,7 @@ def test_a_list_of_ones_own_with_an_entry_for_each_group_follows_the_parameters(
 
 
 def decayed_or_not(*decayed: str) -> MakeOptimizers:
-    """Two groups on every rank, of which one may be empty."""
+    """Two groups on every rank; one of them may be empty."""
 
     def make(parameters: Mapping[str, nn.Parameter]) -> list[Optimizer]:
         groups: list[dict[str, Any]] = [

@@ -143,7 +143,7 @@ def test_the_state_of_the_step_under_way_is_sent_also_if_that_was_asked_for_in_i
     world.begin_pass(5)
     wait_until(lambda: world.link.sent == [("next", 4), ("next", 5)], "the state of the next step")
     assert world.taken(5) == expected(world.rank, 5)
-    assert world.taken(4) == {}, "it is of no use any more"
+    assert world.taken(4) == {}, "it is of no use now"
 
 
 def test_a_pass_that_is_run_again_sends_what_its_state_is_then(world: World) -> None:

@@ -44,7 +44,7 @@ class RecordingGroup(RankGroup):
 
 
 class Model(nn.Module):
-    """Four layers, one of which may be skipped, and a parameter that is never used."""
+    """Four layers; one of them may be skipped; and a parameter that is never used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,4 +25,4 @@ def test_micro_batches_of_two_sizes_draw_different_numbers_in_one_step() -> None
     rest = cut_spans(inputs, {0: range(2), 1: range(2, 4)})
     assert len({draw(one) for one in (kept, *rest)}) == 3
     (again,) = cut_spans(inputs, {2: range(4, 6)})
-    assert draw(again) == draw(kept), "the same examples, of which only one micro-batch counts"
+    assert draw(again) == draw(kept), "the same examples; only one micro-batch of them counts"
