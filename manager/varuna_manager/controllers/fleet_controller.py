@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from random import Random
 
 import structlog
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.controllers.vm_requests import FleetSettings, FleetSize
@@ -26,6 +27,7 @@ from varuna_manager.world.world import World
 _BROKEN_STREAM_S = 2.0
 """For so long after a stream broke, the provider is queried often: it may need a moment to see that the VM is gone."""
 _BROKEN_STREAM_PERIOD_S = 0.1
+_ROWS_AT_ONCE = 1000
 
 
 class FleetController:
@@ -153,10 +155,10 @@ class FleetController:
                     if await self._adopt(session, listed[vm_id]):
                         self._registry.set_listed(vm_id, True)
                         adopted = True
-                for vm_id in other:
-                    (await session.get_one(VmRow, vm_id)).price_per_hour = prices[vm_id]
-                for vm_id, reason in news.items():
-                    (await session.get_one(VmRow, vm_id)).reason = reason
+                async for stored in _read_rows(session, other):
+                    stored.price_per_hour = prices[stored.id]
+                async for stored in _read_rows(session, [*news]):
+                    stored.reason = news[stored.id]
                 for notice in notices:
                     await self._fleet.note_notice(session, notice.vm_id, notice.id, notice.deadline_unix_s)
         return adopted
@@ -175,8 +177,8 @@ class FleetController:
             return False
         gone = []
         async with self._database.write() as session:
-            for vm_id in to_change:
-                row, verdict = await session.get_one(VmRow, vm_id), verdicts[vm_id]
+            async for row in _read_rows(session, to_change):
+                vm_id, verdict = row.id, verdicts[row.id]
                 if row.version != rows[vm_id].version:
                     self._world.check_version(rows[vm_id], row.version)
                     continue  # the decision is stale: look again at once
@@ -202,3 +204,12 @@ class FleetController:
         """Probation: a slow VM may have recovered, which shows when it works."""
         row.quarantined_until = None
         self._events.emit_event(session, "vm_released", f"VM {row.id} is out of quarantine, on probation", vm_id=row.id)
+
+
+async def _read_rows(session: AsyncSession, vm_ids: Sequence[str]) -> AsyncIterator[VmRow]:
+    """Rows of VMs, in this order, by few queries: all VMs of a fleet may change at once."""
+    for first in range(0, len(vm_ids), _ROWS_AT_ONCE):
+        ids = vm_ids[first : first + _ROWS_AT_ONCE]
+        found = {row.id: row for row in await session.scalars(select(VmRow).where(VmRow.id.in_(ids)))}
+        for vm_id in ids:
+            yield found[vm_id]
