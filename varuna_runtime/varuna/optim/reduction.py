@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 25 * 1024 * 1024
-"""The size of the flat buffers that gradients are sent in: it fills a link, and does not double the memory."""
+"""The size of the flat buffers that gradients are sent in: it fills a link. When links are slower than the backward,
+all of them may be on their way at once, so a stage needs up to the bytes of its gradients for them."""
 
 
 @dataclass(frozen=True)
