@@ -152,7 +152,7 @@ def _describe_odd_steps(job: JobDocument) -> Text:
 
 
 def _find_first_resumed_step(generations: Iterable[GenerationDocument]) -> int | None:
-    """The step at which the job's first training generation began; None or 0: it began without one."""
+    """The step at which the job's first training generation began; None or 0: no step was there yet."""
     training = (one for one in sorted(generations, key=lambda one: one["number"]) if one["kind"] == "training")
     return next((one["resumed_step"] for one in training), None)
 

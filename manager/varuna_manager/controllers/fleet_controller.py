@@ -22,12 +22,12 @@ from varuna_manager.providers.base import ProviderNotice, ProviderPartlyAwayErro
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.facts import VmFacts
+from varuna_manager.world.reading import split_keys
 from varuna_manager.world.world import World
 
 _BROKEN_STREAM_S = 2.0
 """For so long after a stream broke, the provider is queried often: it may need a moment to see that the VM is gone."""
 _BROKEN_STREAM_PERIOD_S = 0.1
-_ROWS_AT_ONCE = 1000
 
 
 class FleetController:
@@ -207,9 +207,8 @@ class FleetController:
 
 
 async def _read_rows(session: AsyncSession, vm_ids: Sequence[str]) -> AsyncIterator[VmRow]:
-    """Rows of VMs, in this order, by few queries: all VMs of a fleet may change at once."""
-    for first in range(0, len(vm_ids), _ROWS_AT_ONCE):
-        ids = vm_ids[first : first + _ROWS_AT_ONCE]
+    """Rows of VMs, in the order of their ids, by few queries: all VMs of a fleet may change at once."""
+    for ids in split_keys(vm_ids):
         found = {row.id: row for row in await session.scalars(select(VmRow).where(VmRow.id.in_(ids)))}
         for vm_id in ids:
             yield found[vm_id]

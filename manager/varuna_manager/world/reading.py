@@ -46,7 +46,7 @@ async def read_vms(session: AsyncSession, ids: Collection[str] | None = None) ->
         return [VmFacts._make(row) for row in await session.execute(_VMS)]
     return [
         VmFacts._make(row)
-        for some in _batches(ids)
+        for some in split_keys(ids)
         for row in (await session.execute(_VMS.where(VmRow.id.in_(some)))).all()
     ]
 
@@ -57,7 +57,7 @@ async def read_jobs(session: AsyncSession, ids: Collection[str] | None = None) -
         return [JobFacts._make(row) for row in await session.execute(_JOBS)]
     return [
         JobFacts._make(row)
-        for some in _batches(ids)
+        for some in split_keys(ids)
         for row in (await session.execute(_JOBS.where(JobRow.id.in_(some)))).all()
     ]
 
@@ -68,7 +68,7 @@ async def read_newest(session: AsyncSession, job_ids: Collection[str] | None = N
         return {(job_id, number) for job_id, number in await session.execute(NEWEST_OF_LIVE)}
     return {
         (job_id, number)
-        for some in _batches(job_ids)
+        for some in split_keys(job_ids)
         for job_id, number in (await session.execute(_NEWEST.where(JobProgressRow.job_id.in_(some)))).all()
     }
 
@@ -83,7 +83,7 @@ async def read_generations(
 ) -> list[tuple[GenerationFacts, GenerationProgress]]:
     found = []
     width = len(GenerationFacts._fields)
-    for some in _batches(keys):
+    for some in split_keys(keys):
         wanted, query = set(some), at_generations(_GENERATIONS, GenerationRow.job_id, GenerationRow.number, some)
         for row in (await session.execute(query)).all():
             facts, progress = GenerationFacts._make(row[:width]), GenerationProgress._make(row[width:])
@@ -95,7 +95,7 @@ async def read_generations(
 async def read_workers_of(session: AsyncSession, generations: Collection[GenerationKey]) -> list[WorkerFacts]:
     """All workers of these generations."""
     found = []
-    for some in _batches(generations, 100):
+    for some in split_keys(generations, 100):
         wanted, query = set(some), at_generations(_WORKERS, WorkerRow.job_id, WorkerRow.generation, some)
         workers = [WorkerFacts._make(row) for row in (await session.execute(query)).all()]
         found += [worker for worker in workers if (worker.job_id, worker.generation) in wanted]
@@ -110,7 +110,7 @@ async def read_workers(session: AsyncSession, keys: Collection[WorkerKey]) -> li
     query = at_generations(_WORKERS, WorkerRow.job_id, WorkerRow.generation, generations)
     return [
         WorkerFacts._make(row)
-        for some in _batches(rank for _, _, rank in keys)
+        for some in split_keys(rank for _, _, rank in keys)
         for row in (await session.execute(query.where(WorkerRow.rank.in_(some)))).all()
     ]
 
@@ -125,7 +125,7 @@ def at_generations(query: Select[Any], job_id: Any, number: Any, keys: Iterable[
     return query.where(job_id.in_({key[0] for key in ordered}), number.in_({key[1] for key in ordered}))
 
 
-def _batches(keys: Iterable[T], size: int = _BATCH) -> Iterator[Sequence[T]]:
+def split_keys(keys: Iterable[T], size: int = _BATCH) -> Iterator[Sequence[T]]:
     """All keys in order, as many at once as fit in a query."""
     ordered = sorted(keys)  # type: ignore[type-var]
     for first in range(0, len(ordered), size):
