@@ -1,8 +1,8 @@
 """Runs tests again and again on a busy machine, to find those that pass only on an idle one.
 
 Each round is one pytest run of the selection beside busy loops. `--stop-s` also stops the whole run (SIGSTOP) once a
-round, as a suspended laptop or an overcommitted host does. Every failure's text is kept in a file of its own. Exit code
-1: some test failed in some round.
+round, at any moment of it, as a suspended laptop or an overcommitted host does. Every failure's text is kept in a file
+of its own as soon as the test has failed. Exit code 1: some test failed in some round.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import json
 import multiprocessing
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -29,61 +29,42 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 WITH_PROCESSES = ("tests/integration", "tests/e2e", "tests/dashboard", "tests/simulation")
 """The folders whose tests start processes, wait or measure. Those of tests/unit do none of these."""
+_PERCENT = re.compile(rb"\[ *(\d+)%\]")
+"""How pytest says, at the end of a line, which share of the tests is done."""
 _CHECK_EVERY = 1_000_000
 """Turns of a busy loop between two looks at whether its parent still lives."""
-
-
-@dataclass
-class Flakes:
-    """The failures of all rounds so far; each one's text is a file in `folder`."""
-
-    folder: Path
-    rounds: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-
-    def add_round(self, report: Path) -> list[str]:
-        """Count a round by its JUnit report. Returns the ids of the tests that failed in it."""
-        failed = []
-        for case in ElementTree.parse(report).iter("testcase"):
-            problem = case.find("failure") if case.find("failure") is not None else case.find("error")
-            if problem is None:
-                continue
-            test = f"{case.get('classname')}::{case.get('name')}"
-            parts = [problem.text or "", *(part.text or "" for part in case if part.tag.startswith("system-"))]
-            name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in test)[-150:]
-            (self.folder / f"{name}.round{self.rounds}.log").write_text("\n\n".join(parts))
-            failed.append(test)
-        self.rounds += 1
-        self.failures.update(failed)
-        return failed
 
 
 def main() -> int:
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the run under way ends
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    flakes = Flakes(arguments.logs)
+    failures: Counter[str] = Counter()
     with busy_loops(arguments.load * (os.cpu_count() or 1)):
-        for number in range(arguments.times):
+        for number in range(1, arguments.times + 1):
+            folder = arguments.logs / f"round{number}"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
             began = time.monotonic()
-            code = run_round(arguments, arguments.logs / f"round{number}")
-            failed = flakes.add_round(arguments.logs / f"round{number}.xml")
+            code = run_round(arguments, folder)
+            failed = sorted(log.read_text().partition("\n")[0] for log in (folder / "failures").iterdir())
+            failures.update(failed)
             took = time.monotonic() - began
             print(
-                f"round {number + 1} of {arguments.times}: {took:.0f} s, {len(failed)} failed",
+                f"round {number} of {arguments.times}: {took:.0f} s, {len(failed)} failed",
                 *failed,
                 sep="\n  ",
                 flush=True,
             )
             if code not in (0, 1):
-                print(f"pytest ended with {code}: see {arguments.logs}/round{number}.log", flush=True)
+                print(f"pytest ended with {code}: see {folder}/output.log", flush=True)
                 return code
     if arguments.json:
-        print(json.dumps({"rounds": flakes.rounds, "load_per_core": arguments.load, "failures": dict(flakes.failures)}))
-    for test, count in flakes.failures.most_common():
-        print(f"{count} of {flakes.rounds}: {test}")
-    print(f"{len(flakes.failures)} tests failed in {flakes.rounds} rounds; logs in {arguments.logs}")
-    return 1 if flakes.failures else 0
+        print(json.dumps({"rounds": arguments.times, "load_per_core": arguments.load, "failures": dict(failures)}))
+    for test, count in failures.most_common():
+        print(f"{count} of {arguments.times}: {test}")
+    print(f"{len(failures)} tests failed in {arguments.times} rounds; logs in {arguments.logs}")
+    return 1 if failures else 0
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -100,47 +81,45 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_round(arguments: argparse.Namespace, base: Path) -> int:
-    """One pytest run, which leaves its output in `base`.log and its report in `base`.xml."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        arguments.workers,
-        "--dist",
-        "loadgroup",
-        "-v",
-        f"--junitxml={base}.xml",
-    ]
-    command += [f"-k={arguments.keyword}"] * bool(arguments.keyword) + [f"-m={arguments.marker}"] * bool(
-        arguments.marker
-    )
-    with base.with_suffix(".log").open("wb") as log:
+def run_round(arguments: argparse.Namespace, folder: Path) -> int:
+    """One pytest run, whose output and failures are in `folder`. Returns its exit code."""
+    failures = folder / "failures"
+    failures.mkdir()
+    command = [sys.executable, "-m", "pytest", "-n", arguments.workers, "--dist", "loadgroup", "-v"]
+    command += ["-p", "tests.soak.kept_failures", f"--failures-to={failures}"]
+    command += [f"-k={arguments.keyword}"] * bool(arguments.keyword)
+    command += [f"-m={arguments.marker}"] * bool(arguments.marker)
+    output = folder / "output.log"
+    with output.open("wb") as log:
         process = subprocess.Popen([*command, *arguments.tests], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
             if arguments.stop_s:
-                stop_once(process, arguments.stop_s)
+                stop_once(process, output, arguments.stop_s)
             return process.wait()
         finally:
             process.kill()
             process.wait()
 
 
-def stop_once(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Stop the process and all that it has started, at some moment of its first minutes, and let them go on."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(random.uniform(10, 240))
-        return
+def stop_once(process: subprocess.Popen[bytes], output: Path, seconds: float) -> None:
+    """Stop the process and all that it has started when some share of the tests is done, and let them go on."""
+    at_percent = random.randrange(95)
+    while max(map(int, _PERCENT.findall(output.read_bytes())), default=0) < at_percent:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=random.uniform(1, 5))
+            return
+    print(f"stopped for {seconds:g} s at {at_percent} %", flush=True)
     stopped = []
-    for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.suspend()
-            stopped.append(each)
-    time.sleep(seconds)
-    for each in reversed(stopped):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.resume()
+    try:
+        for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
+                stopped.append(each)
+        time.sleep(seconds)
+    finally:
+        for each in reversed(stopped):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
 
 
 @contextmanager
