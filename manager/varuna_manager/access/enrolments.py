@@ -6,11 +6,9 @@ every certificate of before; a VM that is gone or revoked has none that counts.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -26,6 +24,7 @@ from varuna_manager.access.authority import (
     read_requested_key,
 )
 from varuna_manager.access.tokens import TokenService
+from varuna_manager.agents.request_batcher import RequestBatcher
 from varuna_manager.agents.sessions import AgentSessions
 from varuna_manager.answers.errors import ForbiddenError, InvalidError, MissingError
 from varuna_manager.db.engine import Database
@@ -34,8 +33,6 @@ from varuna_manager.domain.states import VmState
 from varuna_manager.world.events import EventLog
 from varuna_proto.names import plain
 from varuna_proto.rest_fleet import RevokedVmDocument
-
-_LOOKED_UP_AT_ONCE = 500
 
 
 class EnrolmentService:
@@ -58,8 +55,7 @@ class EnrolmentService:
         self._sessions = sessions
         self._life = certificate_life
         self._now = now
-        self._asked: list[tuple[AgentSubject, asyncio.Future[str | None]]] = []
-        self._answering: asyncio.Task[None] | None = None
+        self._checks = RequestBatcher(self._find_refusals)
 
     @property
     def ca_pem(self) -> bytes:
@@ -121,34 +117,16 @@ class EnrolmentService:
 
         When a whole fleet reconnects at once, all waiting certificates are looked up together.
         """
-        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._asked.append((subject, answer))
-        if self._answering is None:
-            self._answering = asyncio.create_task(self._answer_all())
-        return await answer
+        return await self._checks.add_request(subject)
 
-    async def _answer_all(self) -> None:
-        try:
-            while self._asked:
-                batch, self._asked = self._asked[:_LOOKED_UP_AT_ONCE], self._asked[_LOOKED_UP_AT_ONCE:]
-                try:
-                    refusals = await self._look_up({subject.vm_id for subject, _ in batch})
-                except Exception as error:
-                    for _, answer in batch:
-                        if not answer.done():
-                            answer.set_exception(error)  # the caller handles it
-                    continue
-                for subject, answer in batch:
-                    if not answer.done():
-                        answer.set_result(_refusal(subject, refusals))
-        finally:
-            self._answering = None
-
-    async def _look_up(self, vm_ids: set[str]) -> _KnownEnrolments:
+    async def _find_refusals(self, subjects: Sequence[AgentSubject]) -> list[str | None]:
+        vm_ids = {subject.vm_id for subject in subjects}
         async with self._database.read() as session:
             rows = await session.scalars(select(EnrolmentRow).where(EnrolmentRow.vm_id.in_(vm_ids)))
-            gone = select(VmRow.id).where(VmRow.id.in_(vm_ids), VmRow.state == VmState.GONE.value)
-            return _KnownEnrolments({row.vm_id: row for row in rows}, frozenset(await session.scalars(gone)))
+            enrolments = {row.vm_id: row for row in rows}
+            is_gone = select(VmRow.id).where(VmRow.id.in_(vm_ids), VmRow.state == VmState.GONE.value)
+            gone = frozenset(await session.scalars(is_gone))
+        return [_refusal(subject, enrolments.get(subject.vm_id), gone) for subject in subjects]
 
     async def revoke_vm(self, vm_id: str) -> RevokedVmDocument:
         """Revoke the VM's certificates, and end its stream. Raises MissingError."""
@@ -179,19 +157,12 @@ def _is_repeated(before: EnrolmentRow, token: TokenRow, key: EllipticCurvePublic
     return before.token_id == token.id and before.key_sha256 == key_sha256(key) and before.revoked_at is None
 
 
-@dataclass(frozen=True)
-class _KnownEnrolments:
-    enrolments: dict[str, EnrolmentRow]
-    gone: frozenset[str]
-
-
-def _refusal(subject: AgentSubject, known: _KnownEnrolments) -> str | None:
-    row = known.enrolments.get(subject.vm_id)
+def _refusal(subject: AgentSubject, row: EnrolmentRow | None, gone: Collection[str]) -> str | None:
     if row is None or row.enrolment != subject.enrolment:
         return f"the certificate of VM {subject.vm_id!r} was replaced by a later joining: join again with a new token"
     if row.revoked_at is not None:
         return f"the certificates of VM {subject.vm_id!r} were revoked: join again with a new token"
-    if subject.vm_id in known.gone:
+    if subject.vm_id in gone:
         return f"VM {subject.vm_id!r} is gone: its provider gave it up"
     return None
 
