@@ -297,7 +297,22 @@ def _engine_options(url: str, application_name: str) -> dict[str, Any]:
         settings = {"application_name": application_name}
         options["connect_args"] = {"server_settings": settings, "timeout": _CONNECT_S}
         options["pool_pre_ping"] = True  # a connection that the server has ended is replaced before it is used
+    else:
+        options["connect_args"] = {"factory": _SqliteConnection}
     return options
+
+
+class _SqliteConnection(sqlite3.Connection):
+    """Ends its transaction when it is closed, as when a task is cancelled in the middle of one.
+
+    SQLite itself keeps the transaction, and so the file locked, until the last statement is freed; the traceback of a
+    cancelled task keeps those that it had begun.
+    """
+
+    def close(self) -> None:
+        if self.in_transaction:
+            self.rollback()
+        super().close()
 
 
 def _configure_sqlite_to_migrate(connection: Any, record: Any) -> None:

@@ -201,7 +201,7 @@ def describe_end(job: SlurmJob, accounted: str | None = None) -> str:
 
 def make_pending_refusal(jobs: Sequence[SlurmJob], pending_s: float) -> Refusal:
     """Why these jobs, which wait, count as refused."""
-    reasons = ", ".join(dict.fromkeys(job.reason for job in jobs))
+    reasons = ", ".join(dict.fromkeys("no reason given yet" if job.reason == "None" else job.reason for job in jobs))
     if any(_is_hopeless(job) for job in jobs):
         text = f"Slurm will not start {_count(jobs)} ({reasons}): change the settings, or ask who runs the cluster"
         return Refusal(kind=RefusalKind.FAILED, reason=text)

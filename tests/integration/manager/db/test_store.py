@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, event, select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -114,6 +114,30 @@ async def test_migrations_give_what_the_models_say(database: Database) -> None:
     async with database.engine.connect() as connection:
         assert await connection.run_sync(differences) == []
     await database.migrate_schema()  # again: nothing to do
+
+
+async def test_a_writer_that_is_cancelled_leaves_the_store_to_the_next_one(
+    database: Database, events: EventLog
+) -> None:
+    """Also while the cancelled task exists, whose traceback has the statement that it had begun."""
+
+    def cancel_writing(*statement: object) -> None:
+        if not writing.cancelling():
+            writing.cancel()  # this task, which waits for the statement next
+
+    async def write(kind: str) -> None:
+        async with database.write() as session:
+            for number in range(2):  # several return their keys, and keep their statement until these are read
+                events.emit_event(session, kind, f"something happened {number}")
+
+    await write("before")
+    event.listen(database.engine.sync_engine, "before_cursor_execute", cancel_writing)
+    writing = asyncio.create_task(write("cancelled"))
+    kept = await asyncio.gather(writing, return_exceptions=True)
+    assert isinstance(kept[0], asyncio.CancelledError)
+    await write("whole")
+    async with database.read() as session:
+        assert list(await session.scalars(select(EventRow.kind))) == ["before"] * 2 + ["whole"] * 2
 
 
 async def test_an_update_of_what_somebody_else_changed_fails(database: Database, jobs: JobService) -> None:

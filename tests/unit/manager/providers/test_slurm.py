@@ -152,6 +152,13 @@ def test_a_job_that_waits_for_too_long_is_refused_with_slurms_reason(reason: str
     assert not is_refused(job(), 960.0, 60.0)
 
 
+def test_a_job_that_slurm_has_not_looked_at_waits_for_no_reason_yet() -> None:
+    waiting = job(state="PENDING", reason="None", started_at=None, ends_at=None)
+    refusal = make_pending_refusal([waiting], 60.0)
+    assert refusal.kind is RefusalKind.CAPACITY
+    assert refusal.reason == "Slurm has not started a job within 60 s (no reason given yet)"
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
