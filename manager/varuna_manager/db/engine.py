@@ -56,6 +56,10 @@ class StoreFullError(StoreAwayError):
     """The store's disk is full, so nothing was written. Reading still works."""
 
 
+class StoreLockedError(StoreAwayError):
+    """Another process, a database shell say, keeps SQLite's file locked, so nothing was written. Reading works."""
+
+
 def normalised_url(url: str) -> str:
     """The URL with its async driver; `sqlite:` and `postgresql:` may omit it. Raises ValueError for others."""
     scheme, separator, rest = url.partition("://")
@@ -210,7 +214,8 @@ class Database:
                 yield
         except StoreAwayError as error:
             if not outage.is_now:
-                outage.is_now, outage.is_of_writes = True, isinstance(error, StoreFullError)
+                outage.is_now = True
+                outage.is_of_writes = isinstance(error, StoreFullError | StoreLockedError)
                 outage.number += 1
                 self._log.warning("the store is away: trying again", error=str(error))
             raise
@@ -261,18 +266,21 @@ def _raising_when_away() -> Iterator[None]:
         yield
     except Exception as error:
         text = " ".join(str(getattr(error, "orig", None) or error).split()) or type(error).__name__
-        if _is_full(error):
+        code = _sqlite_code(error)
+        if code in _FULL_CODES or _sqlstate(error).startswith(_FULL_CLASSES):
             raise StoreFullError(f"the store cannot be written ({text}): make room on its disk") from error
+        if code == sqlite3.SQLITE_BUSY:
+            raise StoreLockedError(
+                f"the store cannot be written ({text}): end the transaction of the other process that uses its file"
+            ) from error
         if _is_lost(error):
             raise StoreAwayError(f"the store cannot be reached: {text}") from error
         raise
 
 
-def _is_full(error: Exception) -> bool:
-    if not isinstance(error, DBAPIError):
-        return False
-    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without the bits that make it an extended code
-    return code in _FULL_CODES or _sqlstate(error).startswith(_FULL_CLASSES)
+def _sqlite_code(error: Exception) -> int | None:
+    code = getattr(error.orig, "sqlite_errorcode", None) if isinstance(error, DBAPIError) else None
+    return None if code is None else code & 0xFF  # without the bits that make it an extended code
 
 
 def _is_lost(error: Exception) -> bool:

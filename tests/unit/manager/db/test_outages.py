@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event
 from structlog.testing import capture_logs
 
-from varuna_manager.db.engine import Database, Outage, StoreAwayError
+from varuna_manager.db.engine import Database, Outage, StoreAwayError, StoreLockedError
 
 
 async def test_what_began_before_an_outage_does_not_end_it(tmp_path: Path) -> None:
@@ -29,3 +32,33 @@ async def test_what_began_before_an_outage_does_not_end_it(tmp_path: Path) -> No
     assert [line["event"] for line in log] == ["the store is away: trying again", "the store is back"]
     await there.close()
     await away.close()
+
+
+async def test_a_file_that_another_process_keeps_locked_can_be_read_and_ends_the_outage_when_it_can_be_written(
+    tmp_path: Path,
+) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'store.db'}")
+    await database.migrate_schema()
+
+    def wait_briefly(connection: Any, record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA busy_timeout=10")
+        cursor.close()
+
+    async def write() -> None:
+        async with database.write() as session:
+            await (await session.connection()).exec_driver_sql("DELETE FROM events")
+
+    event.listen(database.engine.sync_engine, "connect", wait_briefly)
+    shell = sqlite3.connect(tmp_path / "store.db")
+    shell.execute("BEGIN IMMEDIATE")
+    with capture_logs() as log:
+        for _ in range(2):
+            with pytest.raises(StoreLockedError, match=r"database is locked.*end the transaction of the other process"):
+                await write()
+            async with database.read() as session:
+                assert (await (await session.connection()).exec_driver_sql("SELECT count(*) FROM events")).scalar() == 0
+        shell.close()
+        await write()
+    assert [line["event"] for line in log] == ["the store is away: trying again", "the store is back"]
+    await database.close()
