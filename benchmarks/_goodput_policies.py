@@ -319,9 +319,8 @@ class ManagersRules:
     def _view(self, now: float, job: ReplayedJob, proposal: Proposal | None = None) -> JobView:
         generation, leaving = job.generation, job.find_leaving(now)
         ended = generation is not None and not generation.live
-        holds = ended and job.system.survivors and generation is not None and generation.ready_s <= now
         survivors: frozenset[Device] = frozenset()
-        if holds and generation is not None:
+        if generation is not None and ended and job.system.survivors and job.have_their_state(now, generation):
             alive = {generation.vms[rank] for rank in generation.list_alive()} & job.there - leaving.keys()
             survivors = frozenset(Device(vm, 0) for vm in alive)
         batch = 1 if generation is None else generation.plan.global_batch

@@ -131,6 +131,16 @@ def test_the_bound_holds_for_any_choice_of_shapes(trace: SpotTrace) -> None:
     assert goodput.find_upper_bound(trace, PLANS) == pytest.approx(most)
 
 
+def test_processes_that_lose_one_while_they_start_from_the_store_do_so_again() -> None:
+    """Two VMs go while three come. Until their loss is noticed, new processes are to start on them, too."""
+    events = [TraceEvent(at_s=0, add=True, node=node) for node in "abc"]
+    events += [TraceEvent(at_s=270, add=True, node=node) for node in "def"]
+    events += [TraceEvent(at_s=270, add=False, node=node) for node in "bc"]
+    found, _ = replay(SpotTrace(events=tuple(events), until_s=370), "survivors", notice_s=3.0)
+    assert found.morphs == {"in place": 0, "from memory": 0, "from the store": 2}
+    assert found.detecting_s == pytest.approx(4.0)
+
+
 def test_a_fleet_that_stays_keeps_all_but_the_launch() -> None:
     trace = SpotTrace(events=tuple(TraceEvent(at_s=0, add=True, node=f"n{n}") for n in range(4)), until_s=1000.0)
     found, _ = replay(replace(trace, events=(*trace.events, TraceEvent(at_s=900, add=True, node="x"))), "survivors")
