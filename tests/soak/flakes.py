@@ -97,8 +97,17 @@ def run_round(arguments: argparse.Namespace, folder: Path) -> int:
                 stop_once(process, output, arguments.stop_s)
             return process.wait()
         finally:
-            process.kill()
+            if process.poll() is None:  # an end from outside, in which tests cannot end what they have started
+                for each in list_tree(process):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
             process.wait()
+
+
+def list_tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process and all that it has started that still has its parent."""
+    root = psutil.Process(process.pid)
+    return [root, *root.children(recursive=True)]
 
 
 def stop_once(process: subprocess.Popen[bytes], output: Path, seconds: float) -> None:
@@ -111,7 +120,7 @@ def stop_once(process: subprocess.Popen[bytes], output: Path, seconds: float) ->
     print(f"stopped for {seconds:g} s at {at_percent} %", flush=True)
     stopped = []
     try:
-        for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+        for each in list_tree(process):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.suspend()
                 stopped.append(each)
