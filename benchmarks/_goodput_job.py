@@ -177,9 +177,11 @@ class ReplayedJob:
     def have_their_state(self, now: float, generation: ReplayedGeneration) -> bool:
         """Whether the processes of a generation that has ended have the state. New ones that were not ready when the
         first was lost have none, and those that stayed have what they had before."""
+        if now < generation.ready_s:
+            return False
         if generation.first_loss_s is None or generation.first_loss_s >= generation.ready_s - ROUNDING_S:
-            return generation.ready_s <= now
-        stayed = generation.kind is MorphKind.IN_PLACE and generation.ready_s <= now
+            return True
+        stayed = generation.kind is MorphKind.IN_PLACE
         return stayed and self.holding is not None and self.holding.find_holders(self.there)
 
     def look_again(self, at_s: float) -> None:
