@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from varuna_manager.db.engine import NotLeaderError, StoreAwayError
+
 Q = TypeVar("Q")
 A = TypeVar("A")
 
@@ -20,7 +22,7 @@ class RequestBatcher(Generic[Q, A]):
         self._answering: asyncio.Task[None] | None = None
 
     async def add_request(self, request: Q) -> A:
-        """Raises what `answer` raises for this request alone."""
+        """Raises what `answer` raises for this request alone; NotLeaderError, StoreAwayError for all of its batch."""
         answered: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answered))
         if self._answering is None:
@@ -39,11 +41,14 @@ class RequestBatcher(Generic[Q, A]):
         try:
             answers = await self._answer([request for request, _ in batch])
         except Exception as error:
-            if len(batch) > 1:  # one of them may be the cause: the others must not fail with it
+            is_for_all = isinstance(error, NotLeaderError | StoreAwayError)
+            if len(batch) > 1 and not is_for_all:  # one of them may be the cause: the others must not fail with it
                 for one in batch:
                     await self._answer_batch([one])
-            elif batch and not batch[0][1].done():
-                batch[0][1].set_exception(error)
+                return
+            for _, answered in batch:
+                if not answered.done():
+                    answered.set_exception(error)
             return
         for (_, answered), answer in zip(batch, answers, strict=True):
             if not answered.done():

@@ -6,6 +6,7 @@ import asyncio
 
 from varuna_manager.agents.request_batcher import RequestBatcher
 from varuna_manager.agents.sessions import AgentSession
+from varuna_manager.db.engine import StoreAwayError
 from varuna_proto.v1 import agent_pb2 as pb
 
 
@@ -77,3 +78,17 @@ async def test_what_is_asked_meanwhile_is_answered_together() -> None:
     assert [answer for answer in answers if isinstance(answer, int)] == [2 * n for n in range(120) if n != 13]
     assert str(answers[13]) == "13", "one that is at fault fails alone"
     assert [len(batch) for batch in batches if len(batch) > 1] == [50, 50, 20]
+
+
+async def test_a_store_that_is_away_is_tried_once_for_all_that_wait() -> None:
+    """Not once for each: where a connection is refused after seconds only, thousands would wait for an hour."""
+    batches: list[list[int]] = []
+
+    async def fail(questions: object) -> list[int]:
+        batches.append(list(questions))  # type: ignore[call-overload]
+        raise StoreAwayError("the store cannot be reached")
+
+    together: RequestBatcher[int, int] = RequestBatcher(fail, most=50)
+    answers = await asyncio.gather(*(together.add_request(number) for number in range(120)), return_exceptions=True)
+    assert all(isinstance(answer, StoreAwayError) for answer in answers)
+    assert [len(batch) for batch in batches] == [50, 50, 20]
