@@ -2,6 +2,7 @@
 // that says in words what is to be seen, and its figures as a table.
 import { h, put, table } from "./dom.js";
 import { describeFailure, retrySeconds, stateLine } from "./panels.js";
+import { inTurn } from "./turns.js";
 
 let loading = null;
 const ALL = new Set();
@@ -36,9 +37,6 @@ function layout(own) {
   };
 }
 
-const idle = () => new Promise((resolve) => { (window.requestIdleCallback ?? setTimeout)(resolve, { timeout: 300 }); });
-let turn = Promise.resolve(); // one at a time, so that the page answers in between
-
 /** A chart in a figure; `columns` are those of its table. Draw it with {traces, layout, words, rows}. */
 export function chart(label, columns, { height = 240, signal }) {
   const area = h("div", { class: "chart", role: "img", "aria-label": label });
@@ -52,11 +50,9 @@ export function chart(label, columns, { height = 240, signal }) {
   const fill = () => { if (details.open && wanted) figuresTable.fill(wanted.rows()); };
   const details = h("details", { on: { toggle: fill } }, h("summary", {}, "As a table"), figuresTable.element);
 
-  async function paint() {
+  async function paint(plotly) {
+    waiting = false;
     try {
-      const plotly = await library();
-      await idle();
-      waiting = false;
       if (signal.aborted || !wanted) return;
       const width = area.clientWidth || 600;
       await plotly.react(area, wanted.traces(width), layout({ height, ...wanted.layout(width) }),
@@ -67,11 +63,12 @@ export function chart(label, columns, { height = 240, signal }) {
       failures = 0;
       put(state);
     } catch (error) {
-      waiting = false;
-      if (!signal.aborted) fail(error);
+      fail(error);
     }
   }
   function fail(error) {
+    waiting = false;
+    if (signal.aborted) return;
     failures += 1;
     const seconds = retrySeconds(failures);
     put(state, describeFailure(error.message, null, seconds, () => { clearTimeout(retry); redraw(); }));
@@ -80,7 +77,7 @@ export function chart(label, columns, { height = 240, signal }) {
   const redraw = () => {
     if (waiting || !wanted) return;
     waiting = true;
-    turn = turn.then(paint);
+    library().then((plotly) => inTurn(() => paint(plotly)), fail);
   };
   ALL.add(redraw);
   signal.addEventListener("abort", () => { clearTimeout(retry); ALL.delete(redraw); if (window.Plotly) window.Plotly.purge(area); });

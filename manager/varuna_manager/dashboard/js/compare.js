@@ -1,10 +1,11 @@
 // Several jobs in the same charts, by step or by the time since their first.
 import { get, getPage } from "./api.js";
-import { atMostEvery, card, h, jobLink, jobLoss, jobState, link, table } from "./dom.js";
+import { card, h, jobLink, jobLoss, jobState, link, table } from "./dom.js";
 import { count, number, seconds, shape } from "./format.js";
 import { metricCharts } from "./metric_charts.js";
 import { requests } from "./panels.js";
 import { Series } from "./series.js";
+import { atMostEvery } from "./turns.js";
 
 const OVER = ["succeeded", "failed", "cancelled"];
 
@@ -34,7 +35,7 @@ export function comparePage({ root, signal, argument, title }) {
     charts.draw(runs);
   }, signal);
   const refresh = async () => { await refreshJobs(); await refreshCharts(); };
-  const soon = atMostEvery(4000, () => { if (!document.hidden) refresh(); });
+  const soon = atMostEvery(4000, () => (document.hidden ? null : refresh()));
   signal.addEventListener("abort", soon.stop);
   refresh();
   return { refresh, onProgress: (progress) => { if (runs.some((run) => run.job?.id === progress.job_id && !OVER.includes(run.job.state))) soon(); } };

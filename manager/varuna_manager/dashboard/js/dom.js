@@ -129,15 +129,3 @@ function tableRow(columns, { cells, chosen, tone: rowTone }) {
 
 // On a phone long texts are cut after a few lines; a touch shows the rest.
 document.addEventListener("click", (event) => { event.target.closest?.(".clamp")?.classList.toggle("open"); });
-
-/** Of several calls in a row, one is made, at most every `ms`. */
-export function atMostEvery(ms, call) {
-  let timer = null;
-  let last = 0;
-  const wrapped = () => {
-    if (timer !== null) return;
-    timer = setTimeout(() => { timer = null; last = Date.now(); call(); }, Math.max(20, last + ms - Date.now()));
-  };
-  wrapped.stop = () => { clearTimeout(timer); timer = 0; };
-  return wrapped;
-}

@@ -1,8 +1,9 @@
 // Events, newest first: a list that pages share, and the page of all.
 import { get } from "./api.js";
-import { atMostEvery, card, h, jobLink, put, symbol, table, vmLink, when } from "./dom.js";
+import { card, h, jobLink, put, symbol, table, vmLink, when } from "./dom.js";
 import { requests } from "./panels.js";
 import { severity } from "./severity.js";
+import { atMostEvery } from "./turns.js";
 
 const PAGE = 60;
 const MOST = 600;
@@ -56,7 +57,7 @@ export function eventList({ about = {}, signal, ofJob = false, head = "Events", 
     more.hidden = !older;
   }
   const soon = atMostEvery(400, draw);
-  const searchSoon = atMostEvery(300, () => { text = search.value.trim(); load(); });
+  const searchSoon = atMostEvery(300, () => { text = search.value.trim(); return load(); });
   signal.addEventListener("abort", () => { soon.stop(); searchSoon.stop(); });
 
   const known = new Set();

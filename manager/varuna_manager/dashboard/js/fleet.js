@@ -2,9 +2,10 @@
 import { get } from "./api.js";
 import { drainButton, resize } from "./actions.js";
 import { chart, colour, thinned } from "./charts.js";
-import { ago, atMostEvery, card, figures, h, jobsOf, put, state, table, vmLink, when } from "./dom.js";
+import { ago, card, figures, h, jobsOf, put, state, table, vmLink, when } from "./dom.js";
 import { bytes, clock, count, countOf, money } from "./format.js";
 import { requests } from "./panels.js";
+import { atMostEvery } from "./turns.js";
 
 const PAGE = 100;
 const SLOW_MS = 10_000;
@@ -123,7 +124,7 @@ function vmTable(signal, may, changed) {
     back.disabled = pages.length === 1;
     on.disabled = next === null;
   }
-  function first() { pages = [null]; load(); }
+  function first() { pages = [null]; return load(); }
   const query = () => new URLSearchParams({ limit: PAGE, gone: String(wanted === "gone"), ...(wanted ? { state: wanted } : {}),
     ...(search.value ? { q: search.value } : {}), ...(pages.at(-1) ? { cursor: pages.at(-1) } : {}) });
   const soon = atMostEvery(300, first);

@@ -1,7 +1,7 @@
 // The page of one job: what it is doing, how fast, on what, and what it cost.
 import { get, getOrNull } from "./api.js";
 import { jobActions } from "./actions.js";
-import { ago, atMostEvery, figures, h, jobLoss, jobState, link, put, when } from "./dom.js";
+import { ago, figures, h, jobLoss, jobState, link, put, when } from "./dom.js";
 import { eventList } from "./events.js";
 import { count, countOf, number, seconds, secondsSince, shape, signedPercent } from "./format.js";
 import { Generations } from "./generations.js";
@@ -12,6 +12,7 @@ import { logs } from "./logs.js";
 import { metricCharts } from "./metric_charts.js";
 import { requests } from "./panels.js";
 import { Series } from "./series.js";
+import { atMostEvery } from "./turns.js";
 
 const OVER = ["succeeded", "failed", "cancelled"];
 const SLOW_MS = 15_000; // what changes slowly, and no event tells of
@@ -108,9 +109,10 @@ export function jobPage({ root, signal, may, argument, title }) {
   }
 
   async function refreshBelow() {
-    ask.slow.forEach((each) => each());
+    const slow = Promise.all(ask.slow.map((each) => each()));
     await ask.generations(); // its shapes are marks in the charts
     await ask.steps();
+    await slow;
     if (wantsOlder) return;
     wantsOlder = true; // the newest are drawn: the others may take their time
     await ask.generations();
@@ -124,9 +126,9 @@ export function jobPage({ root, signal, may, argument, title }) {
     if (isOpen) await refreshBelow();
   }
   const onChange = atMostEvery(1000, refresh);
-  const onSteps = atMostEvery(2000, () => { if (!unseen() && ask.steps) ask.steps(); });
-  const often = atMostEvery(1000, () => { if (!unseen()) refreshOverview(); });
-  const seldom = atMostEvery(4000, () => { if (!unseen()) refreshOverview(); });
+  const onSteps = atMostEvery(2000, () => (unseen() ? null : ask.steps?.()));
+  const often = atMostEvery(1000, () => (unseen() ? null : refreshOverview()));
+  const seldom = atMostEvery(4000, () => (unseen() ? null : refreshOverview()));
   const onHead = () => ((about.job?.gpus ?? 0) > MANY_RANKS ? seldom() : often());
   const health = setInterval(() => { if (about.job?.state === "running") onHead(); }, HEALTH_MS);
   const slow = setInterval(() => { if (!OVER.includes(about.job?.state)) onChange(); }, SLOW_MS);

@@ -2,9 +2,10 @@
 import { getPage } from "./api.js";
 import { compareLink } from "./compare.js";
 import { submitAndShow } from "./submit.js";
-import { ago, atMostEvery, card, h, jobLink, jobLoss, jobState, put, table } from "./dom.js";
+import { ago, card, h, jobLink, jobLoss, jobState, put, table } from "./dom.js";
 import { count, number, seconds, shape } from "./format.js";
 import { requests } from "./panels.js";
+import { atMostEvery } from "./turns.js";
 
 const MOST_COMPARED = 6;
 const COLUMNS = [{ title: "", label: "Compare" }, { title: "Job", head: true }, { title: "State", kind: "nowrap" }, { title: "P×D", kind: "nowrap" }, { title: "GPUs", kind: "num" },

@@ -1,8 +1,9 @@
 // The log of a rank over all generations, or of one: its end, followed by long polls; and what a search finds.
 import { get, getBytes, sleep } from "./api.js";
-import { atMostEvery, card, h, put } from "./dom.js";
+import { card, h, put } from "./dom.js";
 import { bytes, count } from "./format.js";
 import { logLines } from "./log_lines.js";
+import { atMostEvery } from "./turns.js";
 
 const TAIL_BYTES = 64 * 1024;
 const OLDER_TAIL_BYTES = 16 * 1024;

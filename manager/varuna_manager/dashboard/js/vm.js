@@ -1,11 +1,12 @@
 // The page of one VM.
 import { get } from "./api.js";
 import { cordonButton, drainButton } from "./actions.js";
-import { ago, atMostEvery, card, figures, h, jobLink, link, put, state, table, when } from "./dom.js";
+import { ago, card, figures, h, jobLink, link, put, state, table, when } from "./dom.js";
 import { eventList } from "./events.js";
 import { heard, troubles } from "./fleet.js";
 import { bytes, count, money, seconds } from "./format.js";
 import { requests } from "./panels.js";
+import { atMostEvery } from "./turns.js";
 import { usage } from "./usage.js";
 
 const USAGE_MS = 15_000;
