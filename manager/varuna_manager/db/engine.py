@@ -9,6 +9,7 @@ transaction that raises when another manager leads.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -116,6 +117,9 @@ class Database:
         self._log = structlog.get_logger("varuna.store")
         self._outage = outage or Outage()
         self.engine: AsyncEngine = create_async_engine(self.url, **_engine_options(self.url, application_name))
+        pool_log = self.engine.pool.logger
+        assert isinstance(pool_log, logging.Logger), "SQLAlchemy has another kind for engines that echo"
+        pool_log.addFilter(_is_no_cancellation)
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine.sync_engine, "connect", _configure_sqlite)
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False, sync_session_class=TrackedSession)
@@ -308,6 +312,12 @@ def _engine_options(url: str, application_name: str) -> dict[str, Any]:
     else:
         options["connect_args"] = {"factory": _SqliteConnection}
     return options
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """A task that is cancelled while its connection goes back to the pool, as when an agent's stream ends, is no fault:
+    the pool closes the connection, and the next task gets another."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class _SqliteConnection(sqlite3.Connection):

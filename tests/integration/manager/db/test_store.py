@@ -140,6 +140,26 @@ async def test_a_writer_that_is_cancelled_leaves_the_store_to_the_next_one(
         assert list(await session.scalars(select(EventRow.kind))) == ["before"] * 2 + ["whole"] * 2
 
 
+async def test_a_task_that_is_cancelled_as_its_connection_goes_back_is_no_fault(
+    database: Database, events: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cancel_giving_back(*reset: object) -> None:
+        giving_back = asyncio.current_task()
+        assert giving_back
+        giving_back.cancel()  # it waits for the rollback next
+
+    async def read() -> list[str]:
+        async with database.read() as session:
+            return list(await session.scalars(select(EventRow.kind)))
+
+    event.listen(database.engine.sync_engine.pool, "reset", cancel_giving_back, once=True)
+    reading = asyncio.create_task(read())
+    kept = await asyncio.gather(reading, return_exceptions=True)
+    assert isinstance(kept[0], asyncio.CancelledError)
+    assert [record.getMessage() for record in caplog.records] == []
+    assert await read() == []
+
+
 async def test_an_update_of_what_somebody_else_changed_fails(database: Database, jobs: JobService) -> None:
     job = await jobs.submit_job(SPEC, None)
     other = Database(database.url)  # as another process would
