@@ -112,6 +112,7 @@ class Ranks:
                 link_connections=self.link_connections,
             ),
             checkpoint_url=self.checkpoint_url,
+            checkpoint_interval_s=3600.0,  # there are those saves that a test asks for, however slow the machine
             agent_socket=self.agent_socket(rank),
             device=self.device(rank),
             gpu_type=self.gpu_type(rank),

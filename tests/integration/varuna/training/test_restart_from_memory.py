@@ -133,7 +133,7 @@ def test_ranks_that_are_to_go_on_in_place_save_only_if_one_cannot(
 ) -> None:
     """As they leave before a VM does. A script that copies its batches keeps its processes from going on."""
     task = Task(steps=500, learning_rate=1e-3)
-    more = {"checkpoint_url": str(tmp_path / "store"), "environ": {"VARUNA_CHECKPOINT_INTERVAL_S": "1e6"}}
+    more = {"checkpoint_url": str(tmp_path / "store")}
     with ExitStack() as stack:
         wanted = {"forever": True, "copies_batches": copies_batches}
         first = LeavingGeneration(stack, zygote, tmp_path, task, 1, 2, wanted=wanted, **more)
