@@ -71,6 +71,7 @@ class RankPresence(ABC):
         self._sockets: list[socket.socket] = []
         self._thread: threading.Thread | None = None
         self._sending = threading.Lock()
+        self._is_script_over = False
         self._over = False
         self._has_left = False
         self._roll_call: RollCall | None = None
@@ -111,6 +112,7 @@ class RankPresence(ABC):
         Does nothing when this rank leaves for another reason.
         """
         if self._departure.exit_code is None:
+            self._is_script_over = True
             self._calls.announce_end()
             self._end_known.wait(_END_KNOWN_S)
         if self._departure.exit_code in (None, EXIT_GENERATION_ENDED):
@@ -163,7 +165,12 @@ class RankPresence(ABC):
         return message.kind in (ARE_YOU_THERE, HERE)
 
     def _leave_after_loss(self, rank: int, *, has_left: bool = False) -> None:
-        """`has_left`: the rank announced that it leaves. Those that depend on it notice that by its connections."""
+        """Does nothing where the script is over: this rank needs no other any more, and ends with the script's code.
+
+        `has_left`: the rank announced that it leaves. Those that depend on it notice that by its connections.
+        """
+        if self._is_script_over:
+            return
         reason = f"rank {rank} has left" if has_left else f"rank {rank} is gone: its process has ended"
         self._departure.leave_generation(PeerLost(reason, suspects=() if has_left else (rank,)))
 

@@ -100,6 +100,26 @@ def test_rank_0_ends_while_another_rank_says_goodbye(ranks: list[Rank], monkeypa
     assert serving._end_known.wait(DEADLINE_S)
 
 
+@pytest.mark.parametrize(("ending", "dying"), [(1, 0), (0, 2), (1, 2)])
+def test_a_rank_whose_script_is_over_loses_nothing_with_another(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch, ending: int, dying: int
+) -> None:
+    """It ends with the code of its script, however late it notices that all know of that."""
+    announced = threading.Event()
+    monkeypatch.setattr(ranks[0].presence, "_pass_on", lambda *call: announced.set())
+    is_noticed = threading.Event()
+    monkeypatch.setattr(ranks[ending].presence._end_known, "wait", is_noticed.wait)
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(ranks[ending].presence.announce_leaving)
+        assert announced.wait(DEADLINE_S)
+        ranks[dying].die()
+        staying = ({0, 1, 2} - {ending, dying}).pop()
+        assert ranks[staying].reason() == f"rank {dying} is gone: its process has ended"
+        is_noticed.set()
+        leaving.result(DEADLINE_S)
+    assert ranks[ending].departure.exit_code is None
+
+
 def test_leaving_a_generation_that_is_over_is_a_goodbye_and_leaving_for_a_lost_peer_is_none(ranks: list[Rank]) -> None:
     ranks[1].departure.leave_generation(GenerationEnded("asked to leave"))
     ranks[1].presence.announce_leaving()
