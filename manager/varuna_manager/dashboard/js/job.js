@@ -109,10 +109,9 @@ export function jobPage({ root, signal, may, argument, title }) {
   }
 
   async function refreshBelow() {
-    const slow = Promise.all(ask.slow.map((each) => each()));
+    ask.slow.forEach((each) => each()); // the head and the charts do not wait for these
     await ask.generations(); // its shapes are marks in the charts
     await ask.steps();
-    await slow;
     if (wantsOlder) return;
     wantsOlder = true; // the newest are drawn: the others may take their time
     await ask.generations();

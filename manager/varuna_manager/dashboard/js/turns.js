@@ -13,7 +13,6 @@ export function inTurn(work) {
     await Promise.race([doAndShow(work), sleep(LONGEST_MS)]);
     await sleep(Math.min(LONGEST_MS, performance.now() - began));
   });
-  return turns;
 }
 
 async function doAndShow(work) {
