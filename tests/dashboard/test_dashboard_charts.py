@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import pytest_asyncio
 from playwright.async_api import Page, expect
 
 from dashboard_world import JOB, SHAPES, fill_job
-from migrated_stores import migrated
-from rest_world import SPEC, RestWorld, generation, report, rest_world, worker
+from rest_world import SPEC, RestWorld, generation, report, worker
 from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2 as pb
 
@@ -28,11 +27,9 @@ STEPS = 600
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    migrated(tmp_path / "manager.db")
-    async with rest_world(tmp_path) as world:
-        await fill_job(world, STEPS)
-        yield world
+async def world(world: RestWorld) -> RestWorld:
+    await fill_job(world, STEPS)
+    return world
 
 
 def region(page: Page, title: str) -> Any:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from playwright.async_api import expect
 
-from migrated_stores import migrated
-from rest_world import SPEC, RestWorld, generation, rest_world, vm, worker
+from rest_world import SPEC, RestWorld, generation, vm, worker
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
@@ -26,13 +23,6 @@ UNSEEN = """() => {
     const Real = window.Notification;
     window.Notification = class extends Real { constructor(...all) { super(...all); window.shown.push(all); } };
 }"""
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    migrated(tmp_path / "manager.db")
-    async with rest_world(tmp_path) as world:
-        yield world
 
 
 async def make_job(world: RestWorld, folder: Path) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from playwright.async_api import Page, expect
 
-from migrated_stores import migrated
-from rest_world import RestWorld, generation, rest_world
+from rest_world import RestWorld, generation
 from varuna_manager.db.models import JobRow
 
 pytestmark = [
@@ -24,22 +22,20 @@ REASON = "succeeded, but the loss or gradient of its last 7 steps was not finite
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    migrated(tmp_path / "manager.db")
-    async with rest_world(tmp_path) as world:
-        now = time.time()
-        spec = {"name": "nan", "workdir": "/w", "run": "python train.py --steps 8", "global_batch": 8}
-        await world.add(
-            JobRow(
-                id="job-nan", name="nan", state="succeeded", history=[], spec=spec, reason=REASON, exit_code=0,
-                created_at=now - 60, started_at=now - 50, finished_at=now,
-            )
-        )  # fmt: skip
-        steps = {"resumed_step": 0, "last_step": 8, "last_loss": None, "not_finite_from": 2, "steps_skipped": 7}
-        await world.add(generation("job-nan", 1, now - 40, started_at=now - 30, ended_at=now, **steps))
-        text = f"job 'nan' {REASON}"
-        await world.emit_event("job_succeeded", text, job_id="job-nan", data={"note": REASON})
-        yield world
+async def world(world: RestWorld) -> RestWorld:
+    now = time.time()
+    spec = {"name": "nan", "workdir": "/w", "run": "python train.py --steps 8", "global_batch": 8}
+    await world.add(
+        JobRow(
+            id="job-nan", name="nan", state="succeeded", history=[], spec=spec, reason=REASON, exit_code=0,
+            created_at=now - 60, started_at=now - 50, finished_at=now,
+        )
+    )  # fmt: skip
+    steps = {"resumed_step": 0, "last_step": 8, "last_loss": None, "not_finite_from": 2, "steps_skipped": 7}
+    await world.add(generation("job-nan", 1, now - 40, started_at=now - 30, ended_at=now, **steps))
+    text = f"job 'nan' {REASON}"
+    await world.emit_event("job_succeeded", text, job_id="job-nan", data={"note": REASON})
+    return world
 
 
 async def test_a_loss_that_is_not_finite_is_red_and_the_success_does_not_look_like_another(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import pytest_asyncio
 from playwright.async_api import Page, Route, expect
 
 from dashboard_world import JOB, fill_job
-from migrated_stores import migrated
-from rest_world import RestWorld, rest_world, vm
+from rest_world import RestWorld, vm
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
@@ -25,12 +23,10 @@ MAY_FAIL = ("/logs", "status of 503", "ERR_FAILED")
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    migrated(tmp_path / "manager.db")
-    async with rest_world(tmp_path) as world:
-        await fill_job(world, 600)
-        await world.add(*(vm(f"vm-{number:05}") for number in range(1, 13)))
-        yield world
+async def world(world: RestWorld) -> RestWorld:
+    await fill_job(world, 600)
+    await world.add(*(vm(f"vm-{number:05}") for number in range(1, 13)))
+    return world
 
 
 def region(page: Page, title: str) -> Any:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from playwright.async_api import Page, expect
 
-from migrated_stores import migrated
-from rest_world import SPEC, RestWorld, rest_world, vm
+from rest_world import SPEC, RestWorld, vm
 from scripted_manager import profile_json
 
 pytestmark = [
@@ -24,11 +22,9 @@ VALID = "name: gpt  # again\nworkdir: /w\nrun: python train.py\nglobal_batch: 8\
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    migrated(tmp_path / "manager.db")
-    async with rest_world(tmp_path) as world:
-        await world.add(*(vm(f"vm-{number}", device_memory_bytes=16 << 30) for number in range(4)))
-        yield world
+async def world(world: RestWorld) -> RestWorld:
+    await world.add(*(vm(f"vm-{number}", device_memory_bytes=16 << 30) for number in range(4)))
+    return world
 
 
 def dialog(page: Page) -> Any:

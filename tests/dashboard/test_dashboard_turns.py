@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ import pytest_asyncio
 from playwright.async_api import BrowserContext, Page
 
 from chromium import clean_page
-from migrated_stores import migrated
-from rest_world import RestWorld, rest_world
+from rest_world import RestWorld
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
@@ -36,13 +34,6 @@ WATCH = """async ({takes_ms, fails, parts}) => {
     }));
     asks.forEach((ask) => ask());
 }"""
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    migrated(tmp_path / "manager.db")
-    async with rest_world(tmp_path) as world:
-        yield world
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from playwright.async_api import Page, expect
 
-from migrated_stores import migrated
-from rest_world import RestWorld, rest_world, vm
+from rest_world import RestWorld, vm
 from varuna_manager.db.models import VmUsageRow
 from varuna_manager.domain.vm_usage import UsagePoint, pack_point
 
@@ -24,26 +22,24 @@ GIB = float(1 << 30)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    migrated(tmp_path / "manager.db")
-    async with rest_world(tmp_path) as world:
-        await world.add(vm("vm-1"), vm("vm-2"))
-        points = (
-            UsagePoint(
-                at=1_795_000_000.0 + 15 * number,
-                cpu_share=0.4 + 0.3 * (number % 5) / 5,
-                memory_used_bytes=(20 + number / 20) * GIB,
-                memory_bytes=64 * GIB,
-                received_bytes_per_s=2e8 if number % 7 else 1e7,
-                sent_bytes_per_s=1.5e8,
-                gpu_share=0.93 if number % 11 else 0.2,
-                gpu_memory_used_bytes=70 * GIB,
-                gpu_memory_bytes=80 * GIB,
-            )
-            for number in range(200)
+async def world(world: RestWorld) -> RestWorld:
+    await world.add(vm("vm-1"), vm("vm-2"))
+    points = (
+        UsagePoint(
+            at=1_795_000_000.0 + 15 * number,
+            cpu_share=0.4 + 0.3 * (number % 5) / 5,
+            memory_used_bytes=(20 + number / 20) * GIB,
+            memory_bytes=64 * GIB,
+            received_bytes_per_s=2e8 if number % 7 else 1e7,
+            sent_bytes_per_s=1.5e8,
+            gpu_share=0.93 if number % 11 else 0.2,
+            gpu_memory_used_bytes=70 * GIB,
+            gpu_memory_bytes=80 * GIB,
         )
-        await world.add(VmUsageRow(vm_id="vm-1", points=b"".join(map(pack_point, points))))
-        yield world
+        for number in range(200)
+    )
+    await world.add(VmUsageRow(vm_id="vm-1", points=b"".join(map(pack_point, points))))
+    return world
 
 
 async def test_a_vm_shows_how_busy_it_has_been(

@@ -153,9 +153,8 @@ async def test_a_task_that_is_cancelled_as_its_connection_goes_back_is_no_fault(
             return list(await session.scalars(select(EventRow.kind)))
 
     event.listen(database.engine.sync_engine.pool, "reset", cancel_giving_back, once=True)
-    reading = asyncio.create_task(read())
-    kept = await asyncio.gather(reading, return_exceptions=True)
-    assert isinstance(kept[0], asyncio.CancelledError)
+    [cancelled] = await asyncio.gather(read(), return_exceptions=True)
+    assert isinstance(cancelled, asyncio.CancelledError)
     assert [record.getMessage() for record in caplog.records] == []
     assert await read() == []
 
