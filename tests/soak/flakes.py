@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ WITH_PROCESSES = ("tests/integration", "tests/e2e", "tests/dashboard", "tests/si
 """The folders whose tests start processes, wait or measure. Those of tests/unit do none of these."""
 _PERCENT = re.compile(rb"\[ *(\d+)%\]")
 """How pytest says, at the end of a line, which share of the tests is done."""
+_MARK = "FLAKES_RUN"
+"""The environment variable that marks the processes of a run. Not VARUNA_*: agents keep those from workers."""
 _CHECK_EVERY = 1_000_000
 """Turns of a busy loop between two looks at whether its parent still lives."""
 
@@ -90,28 +93,39 @@ def run_round(arguments: argparse.Namespace, folder: Path) -> int:
     command += [f"-k={arguments.keyword}"] * bool(arguments.keyword)
     command += [f"-m={arguments.marker}"] * bool(arguments.marker)
     output = folder / "output.log"
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, _MARK: mark}
     with output.open("wb") as log:
-        process = subprocess.Popen([*command, *arguments.tests], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*command, *arguments.tests], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             if arguments.stop_s:
-                stop_once(process, output, arguments.stop_s)
+                stop_once(process, mark, output, arguments.stop_s)
             return process.wait()
         finally:
             if process.poll() is None:  # an end from outside, in which tests cannot end what they have started
-                for each in list_tree(process):
+                for each in list_run(mark):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.kill()
             process.wait()
 
 
-def list_tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process and all that it has started that still has its parent."""
-    root = psutil.Process(process.pid)
-    return [root, *root.children(recursive=True)]
+def list_run(mark: str) -> list[psutil.Process]:
+    """All processes of a run: those that carry its mark, and their descendants.
+
+    Servers of PostgreSQL and browsers have left their parents, and workers of jobs do not get all of an environment.
+    """
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(_MARK) == mark:
+                found |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    return list(found.values())
 
 
-def stop_once(process: subprocess.Popen[bytes], output: Path, seconds: float) -> None:
-    """Stop the process and all that it has started when some share of the tests is done, and let them go on."""
+def stop_once(process: subprocess.Popen[bytes], mark: str, output: Path, seconds: float) -> None:
+    """Stop all processes of the run when some share of the tests is done, and let them go on."""
     at_percent = random.randrange(95)
     while max(map(int, _PERCENT.findall(output.read_bytes())), default=0) < at_percent:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -120,7 +134,7 @@ def stop_once(process: subprocess.Popen[bytes], output: Path, seconds: float) ->
     print(f"stopped for {seconds:g} s at {at_percent} %", flush=True)
     stopped = []
     try:
-        for each in list_tree(process):
+        for each in list_run(mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.suspend()
                 stopped.append(each)

@@ -18,7 +18,7 @@ from rich.console import Console
 from varuna_client.commands.options import make_console
 from varuna_client.demo.other_load import OtherLoad
 from varuna_client.demo.processes import DemoProcesses, fresh_folder, kill_group
-from varuna_client.demo.report import DemoRecord, Report, busy_note, closing_table, make_report, verdict
+from varuna_client.demo.report import DemoRecord, Report, busy_note, closing_table, make_report, replicas_note, verdict
 from varuna_client.demo.scenario import (
     FULL_FLEET,
     DemoSnapshot,
@@ -291,9 +291,9 @@ def _close(report: Report, console: Console, out: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.document))
     console.print(closing_table(report.document))
-    busy = busy_note(report.document)
-    if busy is not None:
-        console.print(busy, style="yellow", soft_wrap=True)
+    for note in (busy_note(report.document), replicas_note(report.document)):
+        if note is not None:
+            console.print(note, style="yellow", soft_wrap=True)
     console.print(verdict(report), style="bold green" if report.ok else "bold red", soft_wrap=True)
     console.print(f"took {report.document['elapsed_s']:.0f} s; all of it is in {out}", soft_wrap=True)
     sys.stdout.flush()

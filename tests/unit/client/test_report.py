@@ -13,7 +13,15 @@ import pytest
 from rich.console import Console
 
 from varuna_client.demo.other_load import OtherLoad
-from varuna_client.demo.report import DemoRecord, Report, busy_note, closing_table, make_report, verdict
+from varuna_client.demo.report import (
+    DemoRecord,
+    Report,
+    busy_note,
+    closing_table,
+    make_report,
+    replicas_note,
+    verdict,
+)
 from varuna_client.demo.scenario import DemoSnapshot
 
 STEPS = 8
@@ -120,13 +128,21 @@ def test_a_missing_step_fails() -> None:
     ("shapes", "says"),
     [
         ([(2, 2), (3, 1), (2, 2)], "2 morphs where at least 3 were due"),
-        ([(4, 1), (3, 1), (4, 1), (3, 1)], "no morph went to another P×D with D > 1"),
         ([(1, 4), (1, 3), (1, 4), (1, 3)], "no morph went to another P×D with P > 1"),
         ([(2, 2), (2, 2), (2, 2), (2, 2)], "no morph went to another P×D with P > 1"),
     ],
 )
 def test_a_run_without_the_promised_morphs_fails(shapes: list[tuple[int, int]], says: str) -> None:
     assert says in verdict(report_of(shapes=shapes))
+
+
+def test_shapes_without_replicas_are_no_fault_of_the_run_but_are_said() -> None:
+    report = report_of(shapes=[(4, 1), (3, 1), (4, 1), (3, 1)])
+    assert report.ok, report.failures
+    note = replicas_note(report.document)
+    assert note is not None
+    assert "D > 1" in note
+    assert replicas_note(report_of().document) is None
 
 
 def test_a_vm_that_outstays_its_notice_fails() -> None:
