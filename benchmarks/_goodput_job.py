@@ -158,13 +158,17 @@ class ReplayedJob:
         if generation is not None and generation.live:
             if generation.first_loss_s is not None:
                 times += [self._find_noticed_s(generation), generation.shares_end_s]
-            elif now < generation.ready_s:
+            elif now < generation.ready_s - ROUNDING_S:
                 times.append(generation.ready_s)
-            elif now < self._stalled_until_s:
+            elif now < self._stalled_until_s - ROUNDING_S:
                 times.append(self._stalled_until_s)
             else:
-                times.append(now + (generation.plan.global_batch - self.done) / generation.plan.examples_per_s)
+                times.append(now + self._find_rest_s(generation))
         return min((at_s for at_s in times if at_s > now + ROUNDING_S), default=math.inf)
+
+    def _find_rest_s(self, generation: ReplayedGeneration) -> float:
+        """Of the step under way, while it trains."""
+        return (generation.plan.global_batch - self.done) / generation.plan.examples_per_s
 
     def find_leaving(self, now: float) -> dict[str, float]:
         """The VMs that have notice, and when they go."""
@@ -327,7 +331,7 @@ class ReplayedJob:
         if now < generation.ready_s - ROUNDING_S:
             return
         self.holding = Holding(plan=generation.plan, vms=generation.vms, has_copies=generation.copied.states)
-        if self.done >= generation.plan.global_batch * (1 - 1e-9):
+        if self._find_rest_s(generation) <= 2 * ROUNDING_S:  # beyond that, `_find_next` sees its end
             self._end_step(now, generation)
         if generation.live and generation.stop is not None and generation.stop.within_step:
             self._leave_within_step(now, generation)

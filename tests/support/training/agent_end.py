@@ -33,6 +33,10 @@ class AgentEnd:
         self.path = str(Path(self._folder.name) / "agent.sock")
         self.messages: list[worker_pb2.WorkerMessage] = []
         self._changed = threading.Condition()
+        self._is_over = False
+        """No more messages come."""
+        self._is_over = False
+        """Nothing more comes."""
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(self.path)
         self._listening.listen()
@@ -51,6 +55,14 @@ class AgentEnd:
         self._folder.cleanup()
 
     def _serve(self) -> None:
+        try:
+            self._serve_worker()
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _serve_worker(self) -> None:
         try:
             worker, _ = self._listening.accept()
         except OSError:
@@ -109,19 +121,24 @@ class AgentEnd:
 
     def wait_for(self, matches: Callable[[worker_pb2.WorkerMessage], bool]) -> worker_pb2.WorkerMessage:
         """Waits for the first message that matches."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: any(map(matches, self.messages)), DEADLINE_S), f"got {self.messages}"
-            return next(message for message in self.messages if matches(message))
+        return self._wait_for_messages(matches, 1)[0]
 
     def wait_for_number(self, field: str, number: int) -> worker_pb2.WorkerMessage:
         """Waits for the `number`th message, counted from 1, that has this field."""
+        return self._wait_for_messages(lambda message: message.HasField(field), number)[number - 1]  # type: ignore[arg-type]
+
+    def _wait_for_messages(
+        self, matches: Callable[[worker_pb2.WorkerMessage], bool], count: int
+    ) -> list[worker_pb2.WorkerMessage]:
+        """Waits until `count` messages match. Fails when the worker has hung up before."""
 
         def matching() -> list[worker_pb2.WorkerMessage]:
-            return [message for message in self.messages if message.HasField(field)]  # type: ignore[arg-type]
+            return list(filter(matches, self.messages))
 
         with self._changed:
-            assert self._changed.wait_for(lambda: len(matching()) >= number, DEADLINE_S), f"got {self.messages}"
-            return matching()[number - 1]
+            self._changed.wait_for(lambda: self._is_over or len(matching()) >= count, DEADLINE_S)
+            assert len(matching()) >= count, f"got {self.messages}"
+            return matching()
 
     def list_messages(self, field: str) -> list[worker_pb2.WorkerMessage]:
         """Those so far that have this field."""

@@ -237,6 +237,10 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
             with failing:
                 assert model.checkpoint(wanted["save"]["url"])
     assert all(parameter.requires_grad for parameter in own_list)
+    if not steps:
+        [(_, batch)] = Batches(
+            Examples(task.padded), global_batch=task.global_batch, first_step=task.steps, last_step=task.steps
+        )
     evaluated = model.evaluate(batch, batch_size=task.global_batch)
     assert model.training
 

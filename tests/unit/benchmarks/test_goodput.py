@@ -150,6 +150,21 @@ def test_a_fleet_that_stays_keeps_all_but_the_launch() -> None:
     assert found.dollars == pytest.approx((4 * 900 + 5 * 100) / 3600 * 2)
 
 
+@pytest.mark.parametrize("early_s", [1e-9, 0.9e-6, 1.1e-6])
+def test_steps_end_when_they_are_due_though_something_else_happens_just_before(early_s: float) -> None:
+    """A VM comes that is not needed: before a generation is ready, before a step ends, before a save is over."""
+    fleet = tuple(TraceEvent(at_s=0, add=True, node=f"n{n}") for n in range(4))
+    calm, _ = replay(SpotTrace(events=fleet, until_s=1000.0), "checkpoint")
+    due = [at_s for at_s, _ in calm.progress if 0 < at_s < 1000.0]
+    for number in (0, 1, 2, *range(3, len(due), 7)):
+        extra = TraceEvent(at_s=due[number] - early_s, add=True, node="x")
+        found, _ = replay(SpotTrace(events=(*fleet, extra), until_s=1000.0), "checkpoint")
+        times = [at_s for at_s, _ in found.progress]
+        late = [at_s for at_s in due if min(abs(at_s - other) for other in times) > 1e-4]
+        assert not late, f"{found.examples} examples with a VM more after {due[number]} s"
+        assert found.examples == pytest.approx(calm.examples, rel=1e-6)
+
+
 LOSS = "\n".join([*(f"0,add,n{n}" for n in range(8)), "98700,remove,n7", "300000,add,z"])
 """Four replicas, 3.75 s a step, from 1.7 s on, with saves beside passes: the loss is 3.25 s into the 26th step."""
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -212,16 +213,17 @@ class Batches:
 
     def _prefetch(self, steps: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         place: _Place | None = None
-        ahead: Iterator[dict[str, Any]] = iter(())
-        for step in steps:
-            with STEP_CLOCK.measure(Activity.DATA):
-                if self._place != place:  # what was made ahead is of another part of its steps
-                    place = self._place
-                    ahead = self._start_workers(step)
-                batch = next(ahead)
-            yield step, self._give_out(step, batch)
+        with ExitStack() as workers:
+            for step in steps:
+                with STEP_CLOCK.measure(Activity.DATA):
+                    if self._place != place:  # what was made ahead is of another part of its steps
+                        workers.close()
+                        place = self._place
+                        ahead = workers.enter_context(closing(self._start_workers(step)))
+                    batch = next(ahead)
+                yield step, self._give_out(step, batch)
 
-    def _start_workers(self, first_step: int) -> Iterator[dict[str, Any]]:
+    def _start_workers(self, first_step: int) -> Generator[dict[str, Any]]:
         steps = count(first_step) if self._last_step is None else range(first_step, self._last_step + 1)
         return prefetch_batches(
             self._dataset,

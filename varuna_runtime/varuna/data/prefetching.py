@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,8 +21,8 @@ class SizedDataset(Protocol):
 
 def prefetch_batches(
     dataset: SizedDataset, indices: Iterable[list[int]], collate: Callable[[list[Any]], Any], *, workers: int, seed: int
-) -> Iterator[Any]:
-    """The batches with these indices, in order, two per process ahead.
+) -> Generator[Any]:
+    """The batches with these indices, in order, two per process ahead. The processes end when it is closed.
 
     `seed`: of the processes' own generators, so that the script's keep their state.
     """
@@ -33,7 +33,13 @@ def prefetch_batches(
         collate_fn=collate,
         generator=torch.Generator().manual_seed(seed),
     )
-    return iter(loader)
+    made = iter(loader)
+    try:
+        yield from made
+    finally:
+        # It would end them when it is no longer referred to, but an error's traceback does that for long, and processes
+        # that are forked meanwhile would try the same.
+        made._shutdown_workers()  # type: ignore[attr-defined]
 
 
 class _IndexLists:

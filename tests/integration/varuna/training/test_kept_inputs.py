@@ -133,7 +133,7 @@ def test_a_script_that_evaluates_after_the_step_is_not_held_up(zygote: Zygote, t
         world = start(stack, zygote, tmp_path, case)
         world.go_on({1}, keeps_others=True)
         after = hand_over(stack, zygote, tmp_path, world, case, step=STEP)
-        after.world.exit_codes()
+        after.world.finish()
         ready = [end.wait_for_number("ready", 1).ready for end in after.ends]
         assert [(one.resumed_step, one.store_bytes) for one in ready] == [(STEP, 0)] * 2
 

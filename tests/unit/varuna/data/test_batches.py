@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -336,6 +338,32 @@ def test_what_a_worker_raises_comes_to_the_script() -> None:
         list(Batches([1.0, 2.0], global_batch=2, last_step=2, workers=1))
     with pytest.raises(ValueError, match="workers=-1: give the number of processes"):
         Batches(Slow(), global_batch=2, workers=-1)
+
+
+@pytest.mark.processes
+def test_processes_that_make_batches_end_with_the_loop() -> None:
+    """Also while the error that has ended it is kept."""
+    with pytest.raises(OSError, match="cannot be read") as kept:
+        list(Batches(Unreadable(), global_batch=2, last_step=2, workers=1))
+    assert multiprocessing.active_children() == [], kept
+
+    loop = iter(Batches(Slow(), global_batch=2, workers=1))
+    next(loop)
+    loop.close()  # type: ignore[attr-defined]  # as when it is left
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.processes
+def test_processes_that_made_batches_of_another_shape_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    before: list[BaseProcess] = []
+    for step, _ in Batches(Slow(), workers=2, last_step=4):
+        if step == 2:
+            before = multiprocessing.active_children()
+            follow_shape(worker_of(3, 0))
+        elif step == 3:
+            assert not {process.pid for process in before} & {other.pid for other in multiprocessing.active_children()}
+    assert len(before) == 2
 
 
 @pytest.mark.processes

@@ -32,10 +32,12 @@ class Rank:
 
     def __init__(self, rank: int, store: HashStore) -> None:
         self.ended = threading.Event()
+        self.is_dead = False
         self.departure = Departure(lambda _: self.ended.set(), grace_s=0.0)
         self.presence = RankPresence.join_generation(rank, 3, store, address="127.0.0.1", departure=self.departure)
 
     def die(self) -> None:
+        self.is_dead = True
         for connection in self.presence._sockets:
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -53,7 +55,8 @@ def ranks() -> Iterator[list[Rank]]:
     wait_for_all(ranks)
     yield ranks
     for rank in ranks:
-        rank.presence.announce_leaving()
+        if not rank.is_dead:
+            rank.presence.announce_leaving()
 
 
 def wait_for_all(ranks: list[Rank]) -> None:
