@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -712,5 +713,5 @@ class Agent(RuleBasedStateMachine):
         assert steps == self.steps_made
 
 
-TestAgent = Agent.TestCase
+TestAgent = pytest.mark.long(Agent.TestCase)
 TestAgent.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

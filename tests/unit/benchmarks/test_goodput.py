@@ -150,6 +150,7 @@ def test_a_fleet_that_stays_keeps_all_but_the_launch() -> None:
     assert found.dollars == pytest.approx((4 * 900 + 5 * 100) / 3600 * 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("early_s", [1e-9, 0.9e-6, 1.1e-6])
 def test_steps_end_when_they_are_due_though_something_else_happens_just_before(early_s: float) -> None:
     """A VM comes that is not needed: before a generation is ready, before a step ends, before a save is over."""

@@ -24,6 +24,7 @@ def packed_point(number: int) -> bytes:
     return pack_point(point(15.0 * number))
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12))
 def test_they_are_bounded_cover_the_whole_life_and_are_dense_at_the_end(parts: list[int]) -> None:
     packed, at = b"", 0

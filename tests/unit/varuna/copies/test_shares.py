@@ -354,6 +354,7 @@ class Stage:
         return {marked.mark.key.micro_batches for marked in held}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("interval", "lag"), [(1, 0), (1, 3), (2, 1), (2, 4), (5, 2), (5, 9)])
 def test_one_mark_stays_that_all_stages_have_however_far_the_first_is_behind(
     interval: int, lag: int, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def test_a_heavy_block_is_taken_apart_and_a_light_section_joined() -> None:
     assert len(trace(Model(wide), example()).sections) == 2
 
 
+@pytest.mark.long
 def test_as_many_cut_points_as_are_asked_for() -> None:
     model = Model(linears(7))
     for count in range(8):

@@ -88,6 +88,7 @@ def chosen_experts(model: Model, x: Tensor) -> list[set[str]]:
     return found
 
 
+@pytest.mark.long
 def test_experts_run_in_stages_as_they_do_whole_whichever_are_chosen() -> None:
     torch.manual_seed(1)
     model = Model([Experts() for _ in range(3)])
@@ -114,6 +115,7 @@ def test_experts_run_in_stages_as_they_do_whole_whichever_are_chosen() -> None:
     assert len(seen) > 3, "the batches choose differently"
 
 
+@pytest.mark.long
 def test_all_that_a_choosing_module_holds_belongs_to_its_section() -> None:
     model_map = trace(Model([Experts() for _ in range(3)]), example())
     for section in range(3):

@@ -204,6 +204,7 @@ def test_the_dry_run_finds_what_cannot_belong_to_examples(
             assert problem in each.problem if problem else not each.problem
 
 
+@pytest.mark.long
 def test_the_dry_run_finds_every_draw_of_a_model() -> None:
     found = trace(Mixed(), batch(2)).draws
     assert len(found) == 2 + 4 * 5  # of a block: attention's, one behind it, one within the layers, two of whole paths
@@ -211,6 +212,7 @@ def test_the_dry_run_finds_every_draw_of_a_model() -> None:
     assert [each.section for each in found] == sorted(each.section for each in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "by_example", "reason"),
     [
