@@ -35,8 +35,6 @@ class AgentEnd:
         self._changed = threading.Condition()
         self._is_over = False
         """No more messages come."""
-        self._is_over = False
-        """Nothing more comes."""
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(self.path)
         self._listening.listen()

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -340,30 +339,40 @@ def test_what_a_worker_raises_comes_to_the_script() -> None:
         Batches(Slow(), global_batch=2, workers=-1)
 
 
+@pytest.fixture
+def find_makers() -> Callable[[], set[int | None]]:
+    """Finds the processes that make batches for the test."""
+    others = {process.pid for process in multiprocessing.active_children()}
+    return lambda: {process.pid for process in multiprocessing.active_children()} - others
+
+
 @pytest.mark.processes
-def test_processes_that_make_batches_end_with_the_loop() -> None:
+def test_processes_that_make_batches_end_with_the_loop(find_makers: Callable[[], set[int | None]]) -> None:
     """Also while the error that has ended it is kept."""
     with pytest.raises(OSError, match="cannot be read") as kept:
         list(Batches(Unreadable(), global_batch=2, last_step=2, workers=1))
-    assert multiprocessing.active_children() == [], kept
+    assert not find_makers(), kept
 
     loop = iter(Batches(Slow(), global_batch=2, workers=1))
     next(loop)
+    assert len(find_makers()) == 1
     loop.close()  # type: ignore[attr-defined]  # as when it is left
-    assert multiprocessing.active_children() == []
+    assert not find_makers()
 
 
 @pytest.mark.processes
-def test_processes_that_made_batches_of_another_shape_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_made_batches_of_another_shape_end(
+    monkeypatch: pytest.MonkeyPatch, find_makers: Callable[[], set[int | None]]
+) -> None:
     monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
-    before: list[BaseProcess] = []
+    makers = {}
     for step, _ in Batches(Slow(), workers=2, last_step=4):
+        makers[step] = find_makers()
         if step == 2:
-            before = multiprocessing.active_children()
             follow_shape(worker_of(3, 0))
-        elif step == 3:
-            assert not {process.pid for process in before} & {other.pid for other in multiprocessing.active_children()}
-    assert len(before) == 2
+    assert makers[1] == makers[2]
+    assert len(makers[2]) == len(makers[3]) == 2
+    assert not makers[2] & makers[3]
 
 
 @pytest.mark.processes
