@@ -158,17 +158,14 @@ class ReplayedJob:
         if generation is not None and generation.live:
             if generation.first_loss_s is not None:
                 times += [self._find_noticed_s(generation), generation.shares_end_s]
-            elif now < generation.ready_s - ROUNDING_S:
-                times.append(generation.ready_s)
-            elif now < self._stalled_until_s - ROUNDING_S:
-                times.append(self._stalled_until_s)
             else:
-                times.append(now + self._find_rest_s(generation))
+                waits = (at_s for at_s in (generation.ready_s, self._stalled_until_s) if at_s > now + ROUNDING_S)
+                times.append(next(waits, now + self._find_rest_s(generation.plan)))
         return min((at_s for at_s in times if at_s > now + ROUNDING_S), default=math.inf)
 
-    def _find_rest_s(self, generation: ReplayedGeneration) -> float:
-        """Of the step under way, while it trains."""
-        return (generation.plan.global_batch - self.done) / generation.plan.examples_per_s
+    def _find_rest_s(self, plan: Plan) -> float:
+        """What is left of the step under way, trained by this plan."""
+        return (plan.global_batch - self.done) / plan.examples_per_s
 
     def find_leaving(self, now: float) -> dict[str, float]:
         """The VMs that have notice, and when they go."""
@@ -331,7 +328,7 @@ class ReplayedJob:
         if now < generation.ready_s - ROUNDING_S:
             return
         self.holding = Holding(plan=generation.plan, vms=generation.vms, has_copies=generation.copied.states)
-        if self._find_rest_s(generation) <= 2 * ROUNDING_S:  # beyond that, `_find_next` sees its end
+        if self._find_rest_s(generation.plan) <= 2 * ROUNDING_S:  # beyond that, `_find_next` sees its end
             self._end_step(now, generation)
         if generation.live and generation.stop is not None and generation.stop.within_step:
             self._leave_within_step(now, generation)
@@ -483,7 +480,7 @@ class ReplayedJob:
         moves = _predict_from_alive(self.state, start, self.holding.plan, alive)
         if kind is not MorphKind.IN_PLACE or before is None:
             return moves.to_new_s
-        rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
+        rest_s = self._find_rest_s(start.plan)
         has_sums = self.done > 1e-9 * start.plan.global_batch
         if before.stop is not None and before.stop.has_state and before.first_loss_s is None:
             return predict_sums_pause_s(moves.in_place, rest_s) if has_sums else 0.0

@@ -29,6 +29,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -190,14 +191,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     steps: list[dict[str, float]] = []
     counts: list[dict[str, int]] = []
     last = None if wanted.get("forever") else task.steps
-    batches = Batches(
-        Examples(task.padded),
-        global_batch=task.global_batch,
-        first_step=first,
-        last_step=last,
-        workers=wanted.get("data_workers", 0),
-    )
-    for step, batch in batches:
+    make_batches = partial(Batches, Examples(task.padded), global_batch=task.global_batch)
+    for step, batch in make_batches(first_step=first, last_step=last, workers=wanted.get("data_workers", 0)):
         fault = {"rank": rank, "step": step}
         if fault in (wanted.get("die"), wanted.get("raise")) and step > first:
             wait_for_others(out, rank, step - 1)
@@ -238,9 +233,7 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
                 assert model.checkpoint(wanted["save"]["url"])
     assert all(parameter.requires_grad for parameter in own_list)
     if not steps:
-        [(_, batch)] = Batches(
-            Examples(task.padded), global_batch=task.global_batch, first_step=task.steps, last_step=task.steps
-        )
+        [(_, batch)] = make_batches(first_step=task.steps, last_step=task.steps)
     evaluated = model.evaluate(batch, batch_size=task.global_batch)
     assert model.training
 
