@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+
+from varuna.partition.tracing.operation_calls import tensors_in
 
 __all__ = ["written_tensors"]
 
@@ -20,7 +21,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     names = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     if given.get("training"):
         names += ["running_mean", "running_var"]  # batch norm changes these, though its schema does not say so
-    return [x for name in names for x in tree_flatten(given.get(name))[0] if isinstance(x, Tensor)]
+    return [tensor for name in names for tensor in tensors_in(given.get(name))]
 
 
 @cache

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from varuna.partition.tracing.operation_calls import tensors_in
 
 __all__ = ["operation_cost"]
 
@@ -26,7 +26,7 @@ def operation_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ou
     """The work of one operation, in floating-point operations, with the bytes that it writes."""
     if func.is_view:
         return 0.0
-    cost = _FLOPS_PER_BYTE * sum(x.numel() * x.element_size() for x in tree_flatten(output)[0] if isinstance(x, Tensor))
+    cost = _FLOPS_PER_BYTE * sum(x.numel() * x.element_size() for x in tensors_in(output))
     if func is _SDPA_ON_CPU:
         cost += sdpa_flop_count(*(x.shape for x in args[:3]))  # type: ignore[no-untyped-call]
     elif func.overloadpacket in flop_registry:

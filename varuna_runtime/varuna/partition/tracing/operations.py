@@ -20,14 +20,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from varuna.diagnostics.user_code import user_code
 from varuna.partition.cutting.graph import RandomDraw, Value
 from varuna.partition.errors import PartitionError
 from varuna.partition.tracing.choosing_modules import pick_rows
-from varuna.partition.tracing.fake_rules import fake_rule, looks_at_integers_only
+from varuna.partition.tracing.fake_results import FakeResults
+from varuna.partition.tracing.fake_rules import looks_at_integers_only
 from varuna.partition.tracing.in_place_writes import written_tensors
+from varuna.partition.tracing.operation_calls import OperationCall, replace_tensors, tensors_in
 from varuna.partition.tracing.operation_costs import operation_cost
 from varuna.partition.tracing.random_draws import is_draw, shape_of_draw
 from varuna.partition.tracing.value_table import ValueTable
@@ -67,6 +68,7 @@ class OperationRecorder(TorchDispatchMode, ValueTable):  # type: ignore[no-untyp
         super().__init__()  # type: ignore[no-untyped-call]
         ValueTable.__init__(self, batch)
         self._pick_all = pick_all
+        self._results = FakeResults(self._fake_mode)
         self._operations: list[tuple[Any, ...]] = []
         self._made_like: dict[int, int] = {}  # by the id of a tensor: the value that gave it its shape
         self._aside = False
@@ -112,21 +114,20 @@ class OperationRecorder(TorchDispatchMode, ValueTable):  # type: ignore[no-untyp
             return func(*args, **kwargs)
         if func is _aten.index.Tensor:
             args = self._without_masks(*args)
-        leaves, spec = tree_flatten((args, kwargs))
-        leaves = [self._fake_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        inputs = [] if func.overloadpacket in _SHAPE_ONLY else [self._value(x) for x in leaves if isinstance(x, Tensor)]
+        args, kwargs = replace_tensors((args, kwargs), self._fake_of)
+        call = OperationCall(func, args, kwargs, tensors_in((args, kwargs)))
+        inputs = [] if func.overloadpacket in _SHAPE_ONLY else [self._value(x) for x in call.tensors]
         self._record_uses(inputs)
         if func is not _aten.index.Tensor and any(tag in func.tags for tag in _LOOKS_AT_VALUES):
             self._record_reads(inputs)
-            return self._look_at_values(func, leaves, spec, inputs)
-        self._operations.append((func, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))))
-        output = self._run_fake(func, leaves, spec)
-        args, kwargs = tree_unflatten(leaves, spec)
+            return self._look_at_values(call, inputs)
+        self._operations.append((func, replace_tensors((args, kwargs), lambda _: None)))
+        output = self._run_fake(call)
         where, cost = (self._stack[-1], self._section), operation_cost(func, args, kwargs, output)
         self.graph.costs[where] = self.graph.costs.get(where, 0.0) + cost
         random = torch.Tag.nondeterministic_seeded in func.tags
-        real = None if random else self._run_shadow(func, leaves, spec, output)
-        self._record_draw(func, leaves, spec, output)
+        real = None if random else self._run_shadow(call, output)
+        self._record_draw(call, output)
         if not self._are_views(output, inputs):
             self._record_reads(inputs)
         written = written_tensors(func, args, kwargs)
@@ -135,72 +136,62 @@ class OperationRecorder(TorchDispatchMode, ValueTable):  # type: ignore[no-untyp
         self._record_outputs(output, real, inputs, random)
         return self._as_given(output)
 
-    def _record_draw(self, func: Any, leaves: list[Any], spec: Any, output: Any) -> None:
+    def _record_draw(self, call: OperationCall, output: Any) -> None:
         """Record a random draw. Called before the outputs are recorded, because a draw in place keeps the old shape."""
-        tensors = [self._value(x).index for x in leaves if isinstance(x, Tensor)]
-        like = tensors[0] if tensors else -1
+        func = call.func
+        first = call.tensors[0] if call.tensors else None
+        like = self._value(first).index if first is not None else -1
         if func.overloadpacket in _SHAPE_ONLY and isinstance(output, Tensor):
             self._made_like[id(output)] = like
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return
-        args, kwargs = tree_unflatten(leaves, spec)
-        arguments = {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
+        arguments = {**dict(zip((x.name for x in func._schema.arguments), call.args, strict=False)), **call.kwargs}
         if is_draw(func, arguments):
-            made = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
-            first = next((x for x in leaves if isinstance(x, Tensor)), None)
             like = self._made_like.get(id(first), like)
-            shape = shape_of_draw(func, arguments, made)
+            shape = shape_of_draw(func, arguments, tensors_in(output))
             draw = RandomDraw(func, self._section, self._stack[-1], shape, like, user_code())
             self.graph.draws.append(draw)
 
-    def _run_fake(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        args, kwargs = tree_unflatten(leaves, spec)
+    def _run_fake(self, call: OperationCall) -> Any:
         try:
-            with self._fake_mode:
-                return fake_rule(func)(*args, **kwargs)
+            return self._results.run(call)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise self._value_needed(func) from error
+            raise self._value_needed(call.func) from error
         except RuntimeError as error:
-            error.add_note(f"in the dry run on tensors without values: {func} at {user_code()}")
+            error.add_note(f"in the dry run on tensors without values: {call.func} at {user_code()}")
             raise
 
-    def _run_shadow(self, func: Any, leaves: list[Any], spec: Any, output: Any) -> Any:
+    def _run_shadow(self, call: OperationCall, output: Any) -> Any:
         """The operation on real values; None where one of them is unknown."""
-        made = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
+        made = tensors_in(output)
         if not made or sum(x.numel() for x in made) > _LARGEST_SHADOW:
             return None
-        real_leaves = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                shadow = self._shadows.get(self._value(leaf).index)
-                if shadow is None and func.overloadpacket in _SHAPE_ONLY and leaf.numel() <= _LARGEST_SHADOW:
-                    shadow = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-                if shadow is None:
-                    return None
-                leaf = shadow
-            real_leaves.append(leaf)
-        args, kwargs = tree_unflatten(real_leaves, spec)
-        return func(*args, **kwargs)
+        shadows: dict[int, Tensor] = {}
+        for tensor in call.tensors:
+            shadow = self._shadows.get(self._value(tensor).index)
+            if shadow is None and call.func.overloadpacket in _SHAPE_ONLY and tensor.numel() <= _LARGEST_SHADOW:
+                shadow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            if shadow is None:
+                return None
+            shadows[id(tensor)] = shadow
+        return call.run_with(lambda tensor: shadows[id(tensor)])
 
-    def _look_at_values(self, func: Any, leaves: list[Any], spec: Any, inputs: list[Value]) -> Any:
+    def _look_at_values(self, call: OperationCall, inputs: list[Value]) -> Any:
         """An operation whose result's shape or kind depends on values (`item`, `nonzero`): it runs on the shadows."""
-        shadows = [self._shadows.get(value.index) for value in inputs]
-        follows = all(shadow is not None for shadow in shadows)
+        func = call.func
+        follows = all(value.index in self._shadows for value in inputs)
         if follows or looks_at_integers_only(func):
             looked_at = [value for value in inputs if follows or not value.dtype.is_floating_point]
-            real_leaves = [self._shadow_or_zeros(func, x) if isinstance(x, Tensor) else x for x in leaves]
-            args, kwargs = tree_unflatten(real_leaves, spec)
-            real = func(*args, **kwargs)
-        elif func.overloadpacket is _aten.nonzero and leaves[0].numel() <= _LARGEST_SHADOW:
+            real = call.run_with(lambda tensor: self._shadow_or_zeros(func, tensor))
+        elif func.overloadpacket is _aten.nonzero and call.tensors[0].numel() <= _LARGEST_SHADOW:
             looked_at = inputs
-            real = pick_rows(leaves[0], self._pick_all)
+            real = pick_rows(call.tensors[0], self._pick_all)
         else:
             raise self._value_needed(func)
         self.graph.looked_at.update((value.index, self._section, self._stack[-1]) for value in looked_at)
         if any(value.dependent for value in looked_at):
             self.graph.choosing.setdefault(self._stack[-1], user_code())
-        made, out_spec = tree_flatten(real)
-        output = tree_unflatten([self._fake(x) if isinstance(x, Tensor) else x for x in made], out_spec)
+        output = replace_tensors(real, self._fake)
         self._record_outputs(output, real if looked_at == inputs else None, inputs, random=False)
         return output
 

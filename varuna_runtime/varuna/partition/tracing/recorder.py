@@ -29,8 +29,8 @@ from varuna.partition.tracing.carried_state import (
     changed_attributes,
     refuse_carried_state,
 )
+from varuna.partition.tracing.operation_calls import storage_of
 from varuna.partition.tracing.operations import OperationRecorder
-from varuna.partition.tracing.value_table import storage_of
 
 __all__ = ["Recorder"]
 

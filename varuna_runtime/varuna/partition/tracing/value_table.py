@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_flatten
 
 from varuna.diagnostics.user_code import user_code
 from varuna.partition.cutting.graph import Graph, TensorLeaf, Value, ValueKind
 from varuna.partition.errors import PartitionError
 from varuna.partition.modules.special_parameters import fake_class_of
+from varuna.partition.tracing.operation_calls import storage_of, tensors_in
 
-__all__ = ["ValueTable", "storage_of"]
+__all__ = ["ValueTable"]
 
 
 class ValueTable:
@@ -183,7 +183,7 @@ class ValueTable:
 
     def _are_views(self, output: Any, inputs: Sequence[Value]) -> bool:
         """Whether an operation has only made views of its one input (a change in place returns the tensor itself)."""
-        made = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
+        made = tensors_in(output)
         if len(inputs) != 1 or not made:
             return False
         viewed = self._tensors[inputs[0].index]
@@ -200,10 +200,8 @@ class ValueTable:
             index = call.parent
 
     def _record_outputs(self, output: Any, real: Any, inputs: Sequence[Value], random: bool) -> None:
-        made = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
-        shadows = (
-            [x for x in tree_flatten(real)[0] if isinstance(x, Tensor)] if real is not None else [None] * len(made)
-        )
+        made = tensors_in(output)
+        shadows = tensors_in(real) if real is not None else [None] * len(made)
         for tensor, shadow in zip(made, shadows, strict=True):
             if id(tensor) in self._known:
                 continue  # changed in place, or returned unchanged
@@ -250,7 +248,3 @@ class ValueTable:
                 new.buffer = old.buffer
                 if followed and shadow is not None:
                     self._keep_shadow(tensor, shadow)
-
-
-def storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
