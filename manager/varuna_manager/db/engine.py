@@ -116,7 +116,8 @@ class Database:
         self._fence = fence
         self._log = structlog.get_logger("varuna.store")
         self._outage = outage or Outage()
-        self.engine: AsyncEngine = create_async_engine(self.url, **_engine_options(self.url, application_name))
+        self._options = _engine_options(self.url, application_name)
+        self.engine: AsyncEngine = create_async_engine(self.url, **self._options)
         pool_log = self.engine.pool.logger
         assert isinstance(pool_log, logging.Logger), "SQLAlchemy has another kind for engines that echo"
         pool_log.addFilter(_is_no_cancellation)
@@ -184,7 +185,7 @@ class Database:
 
         Raises schema.TooNewError when it is that of a later version of Varuna already; StoreAwayError.
         """
-        engine = create_async_engine(self.url, poolclass=NullPool)
+        engine = create_async_engine(self.url, **self._options, poolclass=NullPool)
         if engine.dialect.name == "sqlite":
             event.listen(engine.sync_engine, "connect", _configure_sqlite_to_migrate)
             event.listen(engine.sync_engine, "begin", _begin_sqlite)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from varuna_manager.answers.documents import format_time
 from varuna_manager.db.models import VmRow
-from varuna_manager.fleet.workers import WorkerFacts
+from varuna_manager.fleet.workers import ListedWorker
 from varuna_manager.jobs.documents import make_worker_document
 from varuna_manager.world.vm_registry import Health
 from varuna_proto.rest_fleet import VmDocument
@@ -14,7 +14,7 @@ from varuna_proto.rest_fleet import VmDocument
 
 def make_vm_document(
     vm: VmRow,
-    workers: Sequence[WorkerFacts],
+    workers: Sequence[ListedWorker],
     last_heard_s: float | None,
     healths: Sequence[Health] = (),
     held_bytes: int = 0,

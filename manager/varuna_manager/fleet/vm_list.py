@@ -18,7 +18,7 @@ from varuna_manager.db.engine import Database
 from varuna_manager.db.models import VmRow, WorkerRow
 from varuna_manager.domain.states import VmState
 from varuna_manager.fleet.documents import make_vm_document
-from varuna_manager.fleet.workers import WorkerFacts, read_workers_on
+from varuna_manager.fleet.workers import ListedWorker, read_workers_on
 from varuna_manager.jobs.jobs import ALIVE, find_job_row
 from varuna_manager.world.reading import NOT_GONE
 from varuna_manager.world.vm_registry import VmRegistry
@@ -29,7 +29,7 @@ _VmQuery = Select[*tuple[Any, ...]]
 _OLDEST_FIRST = Order[_Vm]((VmRow.created_at, VmRow.id), lambda row: (row.created_at, row.id), (float, str))
 
 
-class _VmFacts(NamedTuple):
+class _ListedVm(NamedTuple):
     """The columns of a VM's document. Ten thousand whole objects, or SQLAlchemy's rows, take far longer."""
 
     id: str
@@ -56,7 +56,7 @@ class _VmFacts(NamedTuple):
     machine_type: str | None
 
 
-_VMS = select(*(VmRow.__table__.c[name] for name in _VmFacts._fields))
+_VMS = select(*(VmRow.__table__.c[name] for name in _ListedVm._fields))
 _AT_ONCE = 500
 """Documents that are made before other tasks, such as heartbeats, may run: some milliseconds."""
 
@@ -101,14 +101,14 @@ class VmList:
 
     async def _read_facts(
         self, session: AsyncSession, wanted: VmFilter, *, limit: int, cursor: str | None
-    ) -> tuple[Page[_VmFacts], Mapping[str, Sequence[WorkerFacts]]]:
+    ) -> tuple[Page[_ListedVm], Mapping[str, Sequence[ListedWorker]]]:
         """The matching VMs, and by VM its workers that have not stopped."""
         query = await self._filtered(session, _VMS, wanted)
         rows, following = _OLDEST_FIRST.cut_page(
             (await session.execute(_OLDEST_FIRST.make_page_query(query, cursor, limit))).all(), limit
         )
         workers = await read_workers_on(session, [row.id for row in rows])
-        return Page([*map(_VmFacts._make, rows)], following), workers
+        return Page([*map(_ListedVm._make, rows)], following), workers
 
     async def find_vm(self, vm_id: str) -> VmDetailDocument:
         """Raises MissingError."""
@@ -174,7 +174,7 @@ class VmList:
             query = query.where(or_(*texts))
         return query
 
-    def _document(self, row: Any, workers: Sequence[WorkerFacts]) -> VmDocument:
+    def _document(self, row: Any, workers: Sequence[ListedWorker]) -> VmDocument:
         healths = self._registry.list_workers(row.id) if workers else ()
         silence_s, held_bytes = self._registry.silence_s(row.id), self._registry.get_held_bytes(row.id)
         return make_vm_document(row, workers, silence_s, healths, held_bytes)

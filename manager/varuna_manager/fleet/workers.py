@@ -12,7 +12,7 @@ from varuna_manager.db.models import JobRow, WorkerRow
 from varuna_manager.jobs.jobs import ALIVE
 
 
-class WorkerFacts(NamedTuple):
+class ListedWorker(NamedTuple):
     """The columns of a worker's row that its document needs, and its job's name."""
 
     job_id: str
@@ -29,7 +29,7 @@ class WorkerFacts(NamedTuple):
 
 
 _WORKERS = (
-    select(*(WorkerRow.__table__.c[name] for name in WorkerFacts._fields[:-1]), JobRow.name)
+    select(*(WorkerRow.__table__.c[name] for name in ListedWorker._fields[:-1]), JobRow.name)
     .join(JobRow, JobRow.id == WorkerRow.job_id)
     .where(WorkerRow.state.in_(ALIVE))
     .order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank)
@@ -38,10 +38,10 @@ _BY_ID = 500
 """The workers of up to so many VMs are queried by VM; for more, all workers are."""
 
 
-async def read_workers_on(session: AsyncSession, vm_ids: Sequence[str]) -> dict[str, list[WorkerFacts]]:
+async def read_workers_on(session: AsyncSession, vm_ids: Sequence[str]) -> dict[str, list[ListedWorker]]:
     """The workers that have not stopped, by VM."""
     query = _WORKERS if len(vm_ids) > _BY_ID else _WORKERS.where(WorkerRow.vm_id.in_(vm_ids))
-    by_vm: dict[str, list[WorkerFacts]] = {}
-    for worker in map(WorkerFacts._make, await session.execute(query)):
+    by_vm: dict[str, list[ListedWorker]] = {}
+    for worker in map(ListedWorker._make, await session.execute(query)):
         by_vm.setdefault(worker.vm_id, []).append(worker)
     return by_vm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from sqlalchemy import event
 from structlog.testing import capture_logs
 
+from varuna_manager.db import engine
 from varuna_manager.db.engine import Database, Outage, StoreAwayError, StoreLockedError
 
 
@@ -62,3 +65,16 @@ async def test_a_file_that_another_process_keeps_locked_can_be_read_and_ends_the
         await write()
     assert [line["event"] for line in log] == ["the store is away: trying again", "the store is back"]
     await database.close()
+
+
+async def test_a_server_that_does_not_answer_is_away_also_for_migrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        database = Database(f"postgresql://nobody@127.0.0.1:{silent.getsockname()[1]}/none")
+        async with asyncio.timeout(20):
+            with pytest.raises(StoreAwayError):
+                async with database.read():
+                    pass
+            with pytest.raises(StoreAwayError):
+                await database.migrate_schema()
+        await database.close()
