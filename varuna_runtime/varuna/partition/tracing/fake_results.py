@@ -38,25 +38,28 @@ class _Result(NamedTuple):
     """The tensor among the arguments whose memory it has; None: it has its own."""
 
 
+_KNOWN: dict[tuple[Any, ...], _Result | list[_Result] | tuple[_Result, ...]] = {}
+"""Of all dry runs of the process, because a model has several: by operation and the forms of its arguments."""
+
+
 class FakeResults:
     """Runs the operations of one dry run, in `mode`."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._known: dict[tuple[Any, ...], _Result | list[_Result] | tuple[_Result, ...]] = {}
 
     def run(self, call: OperationCall) -> Any:
         """What an operation gives, all of whose tensors are fake."""
         if not (_follows_from_forms(call.func) and all(map(_is_plain, call.tensors))):
             return self._run(call)
         key = (call.func, torch.get_default_dtype(), _describe(call.args), _describe(tuple(call.kwargs.items())))
-        known = self._known.get(key)
+        known = _KNOWN.get(key)
         if known is not None:
             return self._make(known, call.tensors)
         result = self._run(call)
         if _can_be_made_again(result, call.tensors):
             memory = [storage_of(tensor) for tensor in call.tensors]
-            self._known[key] = replace_tensors(result, lambda x: _Result(_form_of(x), _find(storage_of(x), memory)))
+            _KNOWN[key] = replace_tensors(result, lambda x: _Result(_form_of(x), _find(storage_of(x), memory)))
         return result
 
     def _run(self, call: OperationCall) -> Any:
