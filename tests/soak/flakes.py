@@ -105,10 +105,17 @@ def run_round(arguments: argparse.Namespace, folder: Path) -> int:
             return process.wait()
         finally:
             if process.poll() is None:  # an end from outside, in which tests cannot end what they have started
-                for each in list_run(mark):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        each.kill()
+                end_run(mark)
             process.wait()
+
+
+def end_run(mark: str) -> None:
+    """Kill all processes of the run, and those that they start meanwhile."""
+    while found := list_run(mark):
+        for each in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(found, timeout=5)
 
 
 def list_run(mark: str) -> list[psutil.Process]:
