@@ -109,6 +109,9 @@ class Parting:
             pass
         except (OSError, RuntimeError, ValueError, MemoryError, struct.error) as error:
             _log.warning(_LOST, reason=first_line(error))
+        finally:
+            if self._stopped.is_set():  # perhaps before the doors were open
+                self.shut_down()
 
     def list_sums(self, step: int) -> list[MarkedSums]:
         """What this process has of that step: its own sums, if its replica has lost ranks, and those of others."""

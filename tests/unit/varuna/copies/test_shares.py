@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from varuna.copies import memory as memory_module
 from varuna.copies import rank_copies as rank_copies_module
 from varuna.copies import rank_shares as rank_shares_module
 from varuna.copies.memory import MemorySharers
+from varuna.copies.parting import Parting
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import EarlierSums, RankShares, _Share, has_keepers
 from varuna.copies.replica_marks import ReplicaMarks
@@ -507,3 +509,55 @@ def test_a_mark_says_its_micro_batches_to_others() -> None:
     assert (finer.micro_batch, finer.spans) == (2, ((0, 4), (14, 15))), "the last one of 30 examples has only two"
     assert finer.key == mark.key._replace(micro_batches=5)
     assert mark.renumber_micro_batches(4, 30) == mark
+
+
+class LeavingStore:
+    """A store that is asked for something just when this worker leaves, as another thread finds."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._store, self._leave = dist.HashStore(), leave
+
+    def __getattr__(self, name: str) -> Any:
+        self._leave()
+        return getattr(self._store, name)
+
+
+def test_copies_that_begin_while_the_worker_leaves_are_not_sent() -> None:
+    """Else they are sent again and again, to one that is gone, for as long as the process lives."""
+    worker = make_worker(2, 1)
+    copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 1, is_pipeline_sending=lambda: False)
+    store = worker.rendezvous.store = LeavingStore(copies.shut_down)
+    store._store.set("copies/1", f"{HOST}:1")
+    copies._has_met = copies._can_keep = True
+    copies.record_agreement(is_any_busy=False)
+    copies.begin_round(1, lambda: None)  # type: ignore[arg-type, return-value]
+    assert copies._owner is not None
+    assert copies._owner._keeper.is_stopped
+    copies._owner._thread.join()
+
+
+def test_sums_that_are_copied_while_the_worker_leaves_are_not_sent() -> None:
+    worker = make_worker(2, 2)
+    shares = RankShares(worker, is_pipeline_sending=lambda: False)
+    store = worker.rendezvous.store = LeavingStore(shares.shut_down)
+    store._store.set("shares/address/2", f"{HOST}:1")
+    shares._has_room = True
+    owner = shares._find_owner({})
+    assert owner is not None
+    assert owner._keeper.is_stopped
+
+
+def test_doors_that_open_while_the_worker_leaves_close() -> None:
+    worker = make_worker(2, 1)
+    worker.rendezvous.store = dist.HashStore()
+    parting = Parting(worker, step=1, leaving=[1], sharers=1)
+
+    def find_address() -> str:
+        parting.shut_down()
+        return HOST
+
+    worker.rendezvous.own_address = find_address
+    parting.exchange()
+    host, _, port = worker.rendezvous.store.get("parting/1/sums/0").decode().rpartition(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5).close()
