@@ -30,6 +30,7 @@ from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.rendezvous_store import await_value
+from varuna.holdings.giving import StateServer
 from varuna.holdings.inventory import HeldFile, HeldFiles
 from varuna.holdings.taking import connect_to_server
 from varuna.holdings.transfer_protocol import CHUNK_BYTES, COPY, SUMS
@@ -109,9 +110,6 @@ class Parting:
             pass
         except (OSError, RuntimeError, ValueError, MemoryError, struct.error) as error:
             _log.warning(_LOST, reason=first_line(error))
-        finally:
-            if self._stopped.is_set():  # perhaps before the doors were open
-                self.shut_down()
 
     def list_sums(self, step: int) -> list[MarkedSums]:
         """What this process has of that step: its own sums, if its replica has lost ranks, and those of others."""
@@ -124,11 +122,8 @@ class Parting:
         return [] if self._copy_keeper is None else self._copy_keeper.list_copies()
 
     def shut_down(self) -> None:
-        """Ends all connections. What is held stays. From any thread."""
+        """Ends what this rank sends. From any thread."""
         self._stopped.set()
-        for keeper in (self._share_keeper, self._copy_keeper):
-            if keeper is not None:
-                keeper.shut_down()
         if (connection := self._connection) is not None:
             with suppress(OSError):  # it has ended by itself
                 connection.shutdown(socket.SHUT_RDWR)
@@ -136,13 +131,18 @@ class Parting:
     def _open_doors(self) -> None:
         """For what others send to this rank."""
         rank, host = self._worker.topology.rank, self._worker.rendezvous.own_address()
-        store, givers = self._worker.rendezvous.store, [one for one, to in self._takers.items() if to == rank]
+        givers = [one for one, to in self._takers.items() if to == rank]
         if givers:
             self._share_keeper = ShareKeeper(self._meeting_key, host)
-            store.set(self._address_key("sums", rank), self._share_keeper.address)
+            self._publish("sums", self._share_keeper)
         if owners := self._lonely.intersection(givers):
             self._copy_keeper = CopyKeeper(owners, self._worker.environment.generation, self._meeting_key, host)
-            store.set(self._address_key("state", rank), self._copy_keeper.address)
+            self._publish("state", self._copy_keeper)
+
+    def _publish(self, what: str, keeper: StateServer) -> None:
+        """Says where `keeper` listens. It closes when this worker leaves, or at once if it has left meanwhile."""
+        self._worker.departure.add_breaker(lambda _: keeper.shut_down())
+        self._worker.rendezvous.store.set(self._address_key(what, self._worker.topology.rank), keeper.address)
 
     def _send(self, address_key: str, kind: int, words: Sequence[bytes], files: Iterable[HeldFile]) -> None:
         """Sends these to whoever has said there where it listens."""

@@ -63,7 +63,6 @@ class RankCopies:
         self.whole_step = 0
         """The newest step whose copies are known to be whole on all ranks; 0: there is none."""
         self._series = 0
-        self._is_shut_down = False
         worker.departure.add_breaker(lambda _: self.shut_down())
 
     @property
@@ -120,8 +119,7 @@ class RankCopies:
                 series=self._series,
                 is_pipeline_sending=self._is_pipeline_sending,
             )
-            if self._is_shut_down:  # meanwhile, when there was no owner yet
-                self._owner.shut_down()
+            self._worker.departure.add_breaker(lambda _: self.shut_down())  # this worker may have left meanwhile
         self._owner.begin_round(step, make_state())
 
     def _meet(self) -> None:
@@ -152,7 +150,6 @@ class RankCopies:
 
     def shut_down(self) -> None:
         """Ends all connections. What is held stays. From any thread."""
-        self._is_shut_down = True
         if self._owner is not None:
             self._owner.shut_down()
         if self._keeper is not None:

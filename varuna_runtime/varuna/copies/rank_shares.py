@@ -122,7 +122,6 @@ class RankShares:
         self._series = 0
         """Of passes: one that does not count ends it."""
         self._share: _Share | None = None
-        self._is_shut_down = False
         worker.departure.add_breaker(lambda _: self.shut_down())
 
     def begin_pass(
@@ -218,7 +217,6 @@ class RankShares:
 
     def shut_down(self) -> None:
         """Ends all connections. What is held stays. From any thread."""
-        self._is_shut_down = True
         if self._owner is not None:
             self._owner.shut_down()
         if self._keeper is not None:
@@ -283,8 +281,7 @@ class RankShares:
                 self._obstacle.report(obstacle)
         if self._has_room and self._owner is None:
             self._owner = self._make_owner()
-            if self._owner is not None and self._is_shut_down:  # meanwhile, when there was no owner yet
-                self._owner.shut_down()
+            self._worker.departure.add_breaker(lambda _: self.shut_down())  # this worker may have left meanwhile
         return self._owner
 
     def _make_keeper(self) -> ShareKeeper | None:

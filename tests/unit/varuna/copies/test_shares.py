@@ -26,7 +26,7 @@ from varuna.copies.sending import PacedConnection
 from varuna.copies.share_keeper import ShareKeeper
 from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark, micro_batches_between_marks
 from varuna.copies.share_owner import ShareOwner
-from varuna.distributed.departure import Departure
+from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.topology import Topology
 from varuna.pipeline.pass_state import PassResult
@@ -522,11 +522,16 @@ class LeavingStore:
         return getattr(self._store, name)
 
 
+def leaving(worker: Any) -> Callable[[], None]:
+    worker.departure.offer_to_stay(lambda _: True, str)
+    return lambda: worker.departure.leave_generation(PeerLost("rank 1 is gone"))
+
+
 def test_copies_that_begin_while_the_worker_leaves_are_not_sent() -> None:
     """Else they are sent again and again, to one that is gone, for as long as the process lives."""
     worker = make_worker(2, 1)
     copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 1, is_pipeline_sending=lambda: False)
-    store = worker.rendezvous.store = LeavingStore(copies.shut_down)
+    store = worker.rendezvous.store = LeavingStore(leaving(worker))
     store._store.set("copies/1", f"{HOST}:1")
     copies._has_met = copies._can_keep = True
     copies.record_agreement(is_any_busy=False)
@@ -539,7 +544,7 @@ def test_copies_that_begin_while_the_worker_leaves_are_not_sent() -> None:
 def test_sums_that_are_copied_while_the_worker_leaves_are_not_sent() -> None:
     worker = make_worker(2, 2)
     shares = RankShares(worker, is_pipeline_sending=lambda: False)
-    store = worker.rendezvous.store = LeavingStore(shares.shut_down)
+    store = worker.rendezvous.store = LeavingStore(leaving(worker))
     store._store.set("shares/address/2", f"{HOST}:1")
     shares._has_room = True
     owner = shares._find_owner({})
@@ -550,10 +555,10 @@ def test_sums_that_are_copied_while_the_worker_leaves_are_not_sent() -> None:
 def test_doors_that_open_while_the_worker_leaves_close() -> None:
     worker = make_worker(2, 1)
     worker.rendezvous.store = dist.HashStore()
-    parting = Parting(worker, step=1, leaving=[1], sharers=1)
+    parting, leave = Parting(worker, step=1, leaving=[1], sharers=1), leaving(worker)
 
     def find_address() -> str:
-        parting.shut_down()
+        leave()
         return HOST
 
     worker.rendezvous.own_address = find_address
