@@ -26,6 +26,7 @@ from varuna.diagnostics.error_text import first_line
 from varuna.diagnostics.user_code import user_code
 from varuna.optim.reduction import stepping
 from varuna.partition.tracing.in_place_writes import written_tensors
+from varuna.partition.tracing.operation_calls import storage_of, tensors_in
 from varuna_proto.environment import Mode, WorkerEnvironment
 
 __all__ = ["Finding", "check_optimizer", "check_splittable", "needs_closure"]
@@ -263,14 +264,13 @@ class _MixingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         if "_foreach_" in func.name() or "_fused_" in func.name():
             self._tensor_by_tensor(args, kwargs, output)
             return output
-        mixed = self._mixed(tree_flatten((args, kwargs))[0])
+        mixed = self._mixed(tensors_in((args, kwargs)))
         if torch.Tag.data_dependent_output in func.tags and mixed:
             self._reads_at = self._reads_at or user_code()
         if len(mixed) > 1:
             self.mixes_at = self.mixes_at or user_code()
-        for tensor in (*tree_flatten(output)[0], *written_tensors(func, args, kwargs)):
-            if isinstance(tensor, Tensor):
-                self._set(tensor, mixed)
+        for tensor in (*tensors_in(output), *written_tensors(func, args, kwargs)):
+            self._set(tensor, mixed)
         return output
 
     def _tensor_by_tensor(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -290,13 +290,9 @@ class _MixingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self.mixes_at = self.mixes_at or self._reads_at  # the parameters were mixed as Python numbers
 
     def _mixed(self, leaves: Sequence[Any]) -> frozenset[int]:
-        of = [self._sources.get(_storage(x), frozenset()) for x in leaves if isinstance(x, Tensor)]
+        of = [self._sources.get(storage_of(x), frozenset()) for x in leaves if isinstance(x, Tensor)]
         return frozenset().union(*of)
 
     def _set(self, tensor: Tensor, of: frozenset[int]) -> None:
-        self._sources[_storage(tensor)] = of
+        self._sources[storage_of(tensor)] = of
         self._alive.append(tensor)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
