@@ -16,7 +16,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "examples" / "gpt"))
 
 import torch  # noqa: E402
+from _turns import take_turns  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
@@ -60,11 +60,13 @@ def main() -> None:
 def measure(config: GPTConfig, rounds: int) -> dict[str, Any]:
     """The first dry run's time, and the medians of the rounds after it."""
     sides = [run_dry(config), run_fake(config)]
-    first_s = time_of(sides[0])
-    time_of(sides[1])
-    turns = [take_turns(sides, turn) for turn in range(rounds)]
+
+    def take_turn(turn: int) -> list[float]:
+        return [cpu_s for _, cpu_s in take_turns(sides, 1, turn)]
+
+    first, *turns = map(take_turn, range(1, rounds + 2))
     return {
-        "first_s": first_s,
+        "first_s": first[0],
         "dry_run_s": statistics.median(ours for ours, _ in turns),
         "torch_s": statistics.median(alone for _, alone in turns),
         "ratio": statistics.median(ours / alone for ours, alone in turns),
@@ -95,18 +97,6 @@ def run_fake(config: GPTConfig) -> Callable[[], object]:
 def make_batch(config: GPTConfig, size: int) -> dict[str, Tensor]:
     tokens = torch.randint(config.vocabulary, (size, config.window + 1))
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
-def take_turns(sides: list[Callable[[], object]], turn: int) -> tuple[float, float]:
-    took = {side: time_of(sides[side]) for side in ((0, 1) if turn % 2 else (1, 0))}
-    return took[0], took[1]
-
-
-def time_of(run: Callable[[], object]) -> float:
-    """Seconds of the processor."""
-    began = time.process_time()
-    run()
-    return time.process_time() - began
 
 
 if __name__ == "__main__":

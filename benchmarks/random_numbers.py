@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "examples" / "gpt"))
 
 import torch  # noqa: E402
+from _turns import take_turns  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from model import GPT, GPTConfig  # noqa: E402
@@ -86,17 +86,6 @@ def make_step(given: argparse.Namespace, chunk: int, by_example: bool) -> Step:
     model.set_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
     examples = batch(given.examples)
     return lambda: model.step(examples)
-
-
-def take_turns(sides: list[Step], steps: int, turn: int) -> list[tuple[float, float]]:
-    """(seconds by the wall clock, of CPU time) of each side."""
-    took = {}
-    for side in (0, 1) if turn % 2 else (1, 0):
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            sides[side]()
-        took[side] = time.perf_counter() - wall_s, time.process_time() - cpu_s
-    return [took[0], took[1]]
 
 
 if __name__ == "__main__":
