@@ -74,6 +74,7 @@ class Rendezvous:
         self._departure = departure
         self._key = MeetingKey.from_environment(environment)
         self.store: Store = HashStore()
+        self._address = ""
         self._port: ReachablePort | None = None
         self._server: RendezvousServer | None = None
         self._served: RendezvousStore | None = None
@@ -191,8 +192,14 @@ class Rendezvous:
             self._served.set_timeout(LOADING_PATIENCE)
 
     def own_address(self) -> str:
-        """The address of this machine on the network that leads to rank 0."""
-        return address_towards(self._environment.rendezvous_host, self._environment.rendezvous_port)
+        """The address of this machine on the network that leads to rank 0.
+
+        It is found when this rank joins its generation, and stays: a name that no longer resolves ends nothing. Raises
+        OSError when it cannot be found.
+        """
+        if not self._address:
+            self._address = address_towards(self._environment.rendezvous_host, self._environment.rendezvous_port)
+        return self._address
 
     def abort_at_end(self, group: object) -> None:
         """`group`: of NCCL, which has connections of its own."""

@@ -18,14 +18,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+import structlog
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from varuna.diagnostics.error_text import first_line
 from varuna.distributed.departure import GenerationEnded
 from varuna.distributed.rendezvous_store import read_values
 from varuna.worker.worker import WorkerProcess
 
 __all__ = ["AgreedEnd", "EarlyEnd"]
+
+_log = structlog.get_logger("varuna")
 
 _PATIENCE_S = 5.0
 """How long a replica begins no micro-batch while others have not voted: a rank that is past its pass never does."""
@@ -119,6 +123,8 @@ class EarlyEnd:
             agreed = self._vote(self._begun)
         except dist.DistError:  # rank 0 is gone, which this worker learns otherwise
             agreed = None
+        except Exception as error:  # without this thread, no further micro-batch would begin
+            agreed = self._refuse(first_line(error) or type(error).__name__)
         with self._departure.condition:
             self._agreed, self._is_refused = agreed, agreed is None
             self._departure.condition.notify_all()
@@ -157,6 +163,13 @@ class EarlyEnd:
                 return self._decide(json.dumps(asdict(self._count([_Vote(**json.loads(vote)) for vote in votes]))))
             time.sleep(_LOOK_S)
         return self._decide(_REFUSED)
+
+    def _refuse(self, reason: str) -> AgreedEnd | None:
+        """This rank cannot vote, and the others are not to wait for it."""
+        _log.warning("the job takes its next shape at the end of the step, not in the middle", reason=reason)
+        with suppress(dist.DistError):  # as above
+            return self._decide(_REFUSED)
+        return None
 
     def _count(self, votes: Sequence[_Vote]) -> AgreedEnd:
         """`votes`: by rank."""

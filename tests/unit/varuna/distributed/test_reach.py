@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -90,6 +91,22 @@ def test_a_worker_that_does_not_reach_rank_0_reports_that_and_leaves(silent_port
         Rendezvous(environment, leaving.departure)
     assert left.value.reason == "rank 0 cannot be reached from here: 127.0.0.1: timed out"
     assert leaving.unreached == [0]
+
+
+def test_a_ranks_address_stays_when_rank_0s_name_no_longer_resolves(
+    closed_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    alone = read_worker_environment({})
+    environment = replace(
+        alone, world_size=2, plan=replace(alone.plan, d=2), rendezvous_host=HOST, rendezvous_port=closed_port
+    )
+    joined = Rendezvous(environment, Leaving().departure)
+    monkeypatch.setattr(rendezvous, "address_towards", fail)
+    assert joined.own_address() == HOST
+    joined.end(links_ended=True)
 
 
 @pytest.mark.parametrize("answers", [True, False])
