@@ -239,7 +239,7 @@ class WorkerProcesses:
             end = await self._run_to_end(running)
         except ProcessNotStartedError as error:
             end = error
-        except OSError as error:  # no descriptor or memory left, say: this ends one worker, not the agent
+        except (OSError, RuntimeError) as error:  # no descriptor, memory or thread left: one worker ends, not the agent
             end = ProcessNotStartedError(f"cannot start the worker: {error}")
         finally:
             key = running.spec.key

@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -54,9 +54,12 @@ class Workers:
         )
         return key
 
-    async def end(self, key: WorkerKey) -> ProcessEnd:
+    async def find_end(self, key: WorkerKey) -> ProcessEnd | ProcessNotStartedError:
         async with asyncio.timeout(DEADLINE_S):
-            end = await self._ends[key]
+            return await self._ends[key]
+
+    async def end(self, key: WorkerKey) -> ProcessEnd:
+        end = await self.find_end(key)
         assert isinstance(end, ProcessEnd)
         return end
 
@@ -94,6 +97,18 @@ async def test_output_and_errors_go_to_the_log_and_its_last_lines_come_back(work
     end = await workers.end(workers.start("seq 100; echo oops >&2; exit 3"))
     assert end.log_tail.splitlines() == [*map(str, range(62, 101)), "oops"]
     assert (tmp_path / "logs" / "0.log").read_text().startswith("1\n2\n")
+
+
+async def test_a_worker_for_which_no_thread_is_left_is_reported_as_not_started(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    end = await workers.find_end(workers.start("true"))
+    assert isinstance(end, ProcessNotStartedError)
+    assert str(end) == "cannot start the worker: can't start new thread"
 
 
 async def test_what_a_worker_leaves_behind_is_killed(workers: Workers) -> None:

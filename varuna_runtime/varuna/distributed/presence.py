@@ -270,7 +270,12 @@ class _ServingPresence(RankPresence):
         self._token = secrets.token_hex(16).encode()
         self._hellos: dict[socket.socket, bytes] = {}
         """What has arrived on connections that have not shown the token."""
-        self._listener = socket.create_server((address, 0), backlog=min(world_size, 4096))
+        try:
+            self._listener = socket.create_server((address, 0), backlog=min(world_size, 4096))
+        except OSError as error:  # this process has no more file descriptors, say
+            departure.leave_generation(PeerLost(f"rank 0 gets no port for the others: {first_line(error)}"))
+            departure.raise_if_leaving()
+            raise
         self._unproven = UnprovenConnections(self._listener, world_size + _MOST_STRANGERS, self._end_stranger)
         self._selector = selectors.DefaultSelector()
         self._sockets.append(self._listener)

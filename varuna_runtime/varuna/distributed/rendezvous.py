@@ -88,7 +88,7 @@ class Rendezvous:
                 with departure.report_wait():
                     self._reach_store()
                     self.store = PrefixStore(store_prefix(environment), self._connect())
-                self._port = ReachablePort(self.store, environment.rank, environment.world_size, self.own_address())
+                self._port = self._open_port()
             except BaseException:
                 self.end(links_ended=True)
                 raise
@@ -123,6 +123,14 @@ class Rendezvous:
             self._served = RendezvousStore(host, self._key, RENDEZVOUS_TIMEOUT, self._departure.raise_if_leaving)
             return self._served
         except (OSError, RuntimeError) as error:
+            self._unreachable(error)
+            raise
+
+    def _open_port(self) -> ReachablePort:
+        environment = self._environment
+        try:
+            return ReachablePort(self.store, environment.rank, environment.world_size, self.own_address())
+        except OSError as error:
             self._unreachable(error)
             raise
 

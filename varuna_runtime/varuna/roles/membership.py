@@ -250,7 +250,7 @@ class GenerationMembership:
             except (GenerationEnded, PeerLost):
                 if not self._parts.worker.departure.stays:
                     raise
-            except (RuntimeError, TimeoutError, ValueError) as error:
+            except (RuntimeError, OSError, ValueError) as error:
                 _log.warning("this process cannot go on in the next generation: it ends", reason=str(error))
                 end_process(EXIT_PEER_LOST)
             else:

@@ -184,24 +184,35 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
                         return
                     self._log.warning("a report is not stored as it is", vm=session.vm_id, reason=reason)
                     message.report.CopyFrom(drop_excess(message.report))
-                match message.WhichOneof("body"):
-                    case "heartbeat":
-                        self._receive_heartbeat(message.heartbeat, session)
-                    case "report":
-                        if writer is None:
-                            writer = asyncio.create_task(self._write_reports(reports, session))
-                        await reports.put(message.report)
-                    case "log_chunk":
-                        session.deliver_log(message.log_chunk)
-                    case "stack_dump":
-                        session.deliver_stack(message.stack_dump)
-                    case other:
-                        self._log.warning("an agent sent what only starts a stream", vm=session.vm_id, kind=other)
+                if message.HasField("report"):
+                    if writer is None:
+                        writer = asyncio.create_task(self._write_reports(reports, session))
+                    await reports.put(message.report)
+                elif not self._try_to_receive(message, session):
+                    return
         finally:
             if writer is not None:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
             session.close()
+
+    def _try_to_receive(self, message: pb.AgentMessage, session: AgentSession) -> bool:
+        """Handle what is no report. False: it could not be handled, and the stream is to end."""
+        kind = message.WhichOneof("body")
+        try:
+            match kind:
+                case "heartbeat":
+                    self._receive_heartbeat(message.heartbeat, session)
+                case "log_chunk":
+                    session.deliver_log(message.log_chunk)
+                case "stack_dump":
+                    session.deliver_stack(message.stack_dump)
+                case other:
+                    self._log.warning("an agent sent what only starts a stream", vm=session.vm_id, kind=other)
+        except Exception:  # nothing else would say why the agent dials again and again
+            self._log.exception("an agent's message could not be handled: the stream ends", vm=session.vm_id, kind=kind)
+            return False
+        return True
 
     def _receive_heartbeat(self, heartbeat: pb.Heartbeat, session: AgentSession) -> None:
         if self._sessions.get(session.vm_id) is not session:

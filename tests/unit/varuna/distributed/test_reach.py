@@ -17,6 +17,7 @@ from varuna.distributed.presence import RankPresence
 from varuna.distributed.reach import ReachablePort, UnreachedError
 from varuna.distributed.rendezvous import Rendezvous
 from varuna.distributed.worker_environment import read_worker_environment
+from varuna_proto.environment import WorkerEnvironment
 
 HOST = "127.0.0.1"
 
@@ -42,6 +43,18 @@ def closed_port() -> Iterator[int]:
     with socket.socket() as held:
         held.bind((HOST, 0))
         yield held.getsockname()[1]
+
+
+def environment_of_two(rank: int, rendezvous_port: int) -> WorkerEnvironment:
+    alone = read_worker_environment({})
+    return replace(
+        alone,
+        rank=rank,
+        world_size=2,
+        plan=replace(alone.plan, d=2),
+        rendezvous_host=HOST,
+        rendezvous_port=rendezvous_port,
+    )
 
 
 class Leaving:
@@ -78,17 +91,8 @@ def test_a_rank_that_has_ended_is_not_out_of_reach(closed_port: int) -> None:
 @pytest.mark.long
 def test_a_worker_that_does_not_reach_rank_0_reports_that_and_leaves(silent_port: int) -> None:
     leaving = Leaving()
-    alone = read_worker_environment({})
-    environment = replace(
-        alone,
-        rank=1,
-        world_size=2,
-        plan=replace(alone.plan, d=2),
-        rendezvous_host=HOST,
-        rendezvous_port=silent_port,
-    )
     with pytest.raises(PeerLost, match="76") as left:
-        Rendezvous(environment, leaving.departure)
+        Rendezvous(environment_of_two(1, silent_port), leaving.departure)
     assert left.value.reason == "rank 0 cannot be reached from here: 127.0.0.1: timed out"
     assert leaving.unreached == [0]
 
@@ -99,14 +103,27 @@ def test_a_ranks_address_stays_when_rank_0s_name_no_longer_resolves(
     def fail(*_: object) -> NoReturn:
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
-    alone = read_worker_environment({})
-    environment = replace(
-        alone, world_size=2, plan=replace(alone.plan, d=2), rendezvous_host=HOST, rendezvous_port=closed_port
-    )
-    joined = Rendezvous(environment, Leaving().departure)
+    joined = Rendezvous(environment_of_two(0, closed_port), Leaving().departure)
     monkeypatch.setattr(rendezvous, "address_towards", fail)
     assert joined.own_address() == HOST
     joined.end(links_ended=True)
+
+
+def test_a_worker_that_gets_no_port_leaves_and_its_script_has_not_failed(
+    closed_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "ReachablePort", fail_for_descriptors)
+    with pytest.raises(PeerLost) as left:
+        Rendezvous(environment_of_two(0, closed_port), Leaving().departure)
+    assert str(left.value.reason).endswith("[Errno 24] Too many open files")
+    monkeypatch.setattr(socket, "create_server", fail_for_descriptors)
+    with pytest.raises(PeerLost) as left:
+        RankPresence.join_generation(0, 2, HashStore(), address=HOST, departure=Leaving().departure)
+    assert left.value.reason == "rank 0 gets no port for the others: [Errno 24] Too many open files"
+
+
+def fail_for_descriptors(*_: object, **__: object) -> NoReturn:
+    raise OSError(24, "Too many open files")
 
 
 @pytest.mark.parametrize("answers", [True, False])
