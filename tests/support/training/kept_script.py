@@ -271,9 +271,9 @@ def die_when_others_work(out: Path, kills: list[dict[str, Any]], own: int, p: in
     killing_script.die = wait_and_die
 
 
-def die_when_all_have_moved(out: Path, own: int) -> None:
+def die_when_all_have_moved(out: Path) -> None:
     """Puts this rank's death off until no rank lacks late state."""
-    die, marks = killing_script.die, LateMarks(out, own)
+    die, marks = killing_script.die, LateMarks(out.parent)
 
     def wait_and_die() -> None:
         marks.wait_for_all()
@@ -332,7 +332,7 @@ if __name__ == "__main__":
         varuna.roles.kept_inputs._LEAST_STEP_S = 0.0
     kills = wanted.get("kills", [])
     meet_before(*(kill["rank"] for kill in kills))
-    die_when_all_have_moved(Path(wanted["out"]), own)
+    die_when_all_have_moved(Path(wanted["out"]))
     if own in [kill["rank"] for kill in kills if "step" in kill]:
         die_when_others_work(Path(wanted["out"]), kills, own, wanted["p"])
     for kill in kills:

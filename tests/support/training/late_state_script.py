@@ -3,8 +3,8 @@
 It has, each for ranks of the first generation, or of the next one for its new processes: "after_forward": they fetch
 the late state when they have run a forward; "never": they fetch it when they have left; "fails": they cannot fetch it;
 "sums_after_backward", "sums_after_passes", "sums_never": the same of sums; "dies": it kills itself before its first
-forward there; "dies_at_end": after its passes, when all ranks have their late state. "only_sums": no state is late on
-any rank.
+forward there, when all ranks have moved; "dies_at_end": after its passes, when all ranks have their late state.
+"only_sums": no state is late on any rank.
 
 `late.rank*.json` is left by each rank that fills its late state before an update: how many forwards it has run before,
 and how many backwards when it fetched its sums.
@@ -30,7 +30,7 @@ from waiting import wait_until
 
 
 def hold_up(late: dict[str, Any], rank: int, out: Path) -> None:
-    marks, ran = LateMarks(out, rank), {"forwards": 0, "backwards": 0, "passes": 0}
+    marks, ran = LateMarks(out.parent), {"forwards": 0, "backwards": 0, "passes": 0}
     backwards = -1
     fill, wait_for_sums = LateState.fill, LateState.wait_for_sums
     run_forward, run_backward = Engine._run_forward, Engine._run_backward
@@ -66,6 +66,7 @@ def hold_up(late: dict[str, Any], rank: int, out: Path) -> None:
 
     def count_and_run(engine: Engine, *arguments: Any) -> None:
         if marks.states and rank in late.get("dies", ()):
+            marks.wait_until_moved()
             os.kill(os.getpid(), signal.SIGKILL)
         run_forward(engine, *arguments)
         ran["forwards"] += bool(marks.states)

@@ -43,8 +43,8 @@ def leave_within_step(world: SurvivorWorld, *, begun: int = 1, spare: Collection
         return len(firsts) == world.plan.d and all(len(numbers) >= begun for numbers in firsts)
 
     wait_until(have_begun, "the passes of the step")
-    late = f"late.generation{world.generation}.rank*"
-    wait_until(lambda: not list(world.world.out.glob(late)), "what is late")
+    late = f"late.generation{world.generation}.process*"
+    wait_until(lambda: not list(world.world.folder.glob(late)), "what is late")
     world.leave_within_step(spare)
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 from varuna.checkpoint.storage.store import allocate_aligned
-from varuna.distributed.rendezvous_store import read_values
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.group_memory import read_group_memory
 
@@ -43,22 +39,15 @@ class SpareMemory:
 
 
 class MemorySharers:
-    """The ranks of a generation that share this machine's memory: those with the same address.
-
-    All ranks make one of the same name in the same step.
-    """
+    """The ranks of a generation that share this machine's memory: those with the same address."""
 
     def __init__(self, worker: WorkerProcess, name: str) -> None:
-        self._store, self._own_host = worker.rendezvous.store, worker.rendezvous.own_address()
-        environment = worker.environment
-        self._keys = [f"{name}/host/{rank}" for rank in range(environment.world_size)]
-        with suppress(dist.DistError):  # rank 0 is gone, which this worker learns otherwise
-            self._store.set(self._keys[environment.rank], self._own_host)
-
-    def count(self) -> int | None:
-        """This rank is one of them. None: not all ranks have said yet where they are. Does not wait for them."""
-        hosts = read_values(self._store, self._keys)
-        return None if hosts is None else hosts.count(self._own_host)
+        """All ranks make one of the same name in the same step, and wait for one another. Raises as a worker that
+        leaves."""
+        own = worker.rendezvous.own_address()
+        hosts = worker.rendezvous.exchange_values(f"{name}/host", range(worker.environment.world_size), own)
+        self.count = hosts.count(own)
+        """This rank is one of them."""
 
 
 def describe_shortage(needed: int, largest_part: float) -> str:

@@ -41,9 +41,9 @@ class RankCopies:
         count_state_bytes: Callable[[], int],
         is_pipeline_sending: Callable[[], bool],
     ) -> None:
-        """All ranks of a generation whose environment has keepers make one, in the same step.
+        """All ranks of a generation whose environment has keepers make one, in the same step, and wait for one another.
 
-        `count_state_bytes`: of this rank; 0: not known yet.
+        `count_state_bytes`: of this rank; 0: not known yet. Raises GenerationEnded, PeerLost.
         """
         environment = worker.environment
         self._worker, self._device = worker, device
@@ -56,7 +56,6 @@ class RankCopies:
         """Whether this rank can take part; None: not known yet."""
         self._obstacle = CopiesObstacle(worker, "copies", "copies of the ranks' states")
         self._keeper = self._make_keeper() if self._owners else None
-        self._sharers = MemorySharers(worker, "copies")
         self._has_met = self._has_begun = False
         self._is_free = False
         self._round_step = 0
@@ -64,12 +63,14 @@ class RankCopies:
         """The newest step whose copies are known to be whole on all ranks; 0: there is none."""
         self._series = 0
         worker.departure.add_breaker(lambda _: self.shut_down())
+        self._sharers = MemorySharers(worker, "copies")
+        """Once it is there, all ranks have said where they keep copies."""
 
     @property
     def is_busy(self) -> bool:
         """Whether no rank may begin a round, because of this one."""
-        if self._can_keep is None and (state_bytes := self._count_state_bytes()) and (ranks := self._sharers.count()):
-            shortage = self._describe_shortage(state_bytes * ranks)
+        if self._can_keep is None and (state_bytes := self._count_state_bytes()):
+            shortage = self._describe_shortage(state_bytes * self._sharers.count)
             self._can_keep = not shortage
             if shortage:
                 self._obstacle.report(shortage)
@@ -124,9 +125,8 @@ class RankCopies:
 
     def _meet(self) -> None:
         """Finds out whether all ranks have room for copies."""
-        rendezvous, everyone = self._worker.rendezvous, self._worker.topology.everyone
-        rendezvous.exchange_values("copies/first", everyone, "")  # then all have said where they are
-        are_busy = rendezvous.exchange_values("copies/busy", everyone, str(self.is_busy))
+        everyone = self._worker.topology.everyone
+        are_busy = self._worker.rendezvous.exchange_values("copies/busy", everyone, str(self.is_busy))
         self._is_free = set(are_busy) == {str(False)}
 
     def finish_capture(self) -> None:

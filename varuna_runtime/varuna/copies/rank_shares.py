@@ -102,7 +102,8 @@ class RankShares:
     """The copies of one generation, from its making until `shut_down`."""
 
     def __init__(self, worker: WorkerProcess, *, is_pipeline_sending: Callable[[], bool]) -> None:
-        """All ranks of a generation that `has_keepers` make one, in the same step."""
+        """All ranks of a generation that `has_keepers` make one, in the same step, and wait for one another: who is
+        ahead may have much to copy before its first micro-batch. Raises GenerationEnded, PeerLost."""
         self._worker = worker
         self._key = MeetingKey.from_environment(worker.environment)
         self._is_pipeline_sending = is_pipeline_sending
@@ -117,12 +118,12 @@ class RankShares:
         self._newest: _NewestMark | None = None
         """None: what became of it is known."""
         self._rests_until_s = 0.0
-        self._sharers = MemorySharers(worker, "shares")
-        """Once they are known, all ranks have said who keeps sums."""
         self._series = 0
         """Of passes: one that does not count ends it."""
         self._share: _Share | None = None
         worker.departure.add_breaker(lambda _: self.shut_down())
+        self._sharers = MemorySharers(worker, "shares")
+        """Once it is there, all ranks have said who keeps sums."""
 
     def begin_pass(
         self,
@@ -273,9 +274,9 @@ class RankShares:
 
     def _find_owner(self, gradients: Mapping[str, Tensor]) -> ShareOwner | None:
         """None: these sums cannot be copied, or not yet."""
-        if self._has_room is None and (ranks := self._sharers.count()):
+        if self._has_room is None:
             owners = 1 + self._count_kept()
-            obstacle = _describe_obstacle(gradients, _MARKS * owners * ranks)
+            obstacle = _describe_obstacle(gradients, _MARKS * owners * self._sharers.count)
             self._has_room = not obstacle
             if obstacle:
                 self._obstacle.report(obstacle)

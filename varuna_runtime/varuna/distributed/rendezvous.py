@@ -65,6 +65,15 @@ class KeyValueStore(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
 
 
+class _GenerationStore(PrefixStore):
+    """The store under the generation's prefix. It keeps the connection alive, which C++ does not: a thread that asks it
+    when the generation has ended gets a DistError."""
+
+    def __init__(self, prefix: str, served: Store) -> None:
+        super().__init__(prefix, served)
+        self._served = served
+
+
 class Rendezvous:
     """This rank's connection to the store of its generation, and the groups that it forms with other ranks."""
 
@@ -87,7 +96,7 @@ class Rendezvous:
             try:
                 with departure.report_wait():
                     self._reach_store()
-                    self.store = PrefixStore(store_prefix(environment), self._connect())
+                    self.store = _GenerationStore(store_prefix(environment), self._connect())
                 self._port = self._open_port()
             except BaseException:
                 self.end(links_ended=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from varuna.distributed.topology import Topology
 from varuna.pipeline.pass_state import PassResult
 from varuna_planner.liveput.morph_cost import MARKS_S
 from varuna_proto.environment import WorkerEnvironment
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 HOST = "127.0.0.1"
 KEY = MeetingKey.derive_key("secret", "job", 7, host=HOST, port=1)
@@ -227,9 +228,8 @@ def test_no_first_round_begins_where_a_rank_has_no_room(monkeypatch: pytest.Monk
     worker, needed = make_worker(2, 1), list[int]()
     worker.environment = replace(worker.environment, world_size=2)
     worker.rendezvous.store = dist.HashStore()
-    worker.rendezvous.store.set("copies/host/1", HOST)
     worker.rendezvous.store.set("copies/obstacle", "rank 1: it has no room")
-    said = {"copies/first": "", "copies/busy": "True"}
+    said = {"copies/host": HOST, "copies/busy": "True"}
     worker.rendezvous.exchange_values = lambda name, _ranks, own: [own, said[name]]
 
     def find_room(size: int, _: float) -> str:
@@ -249,8 +249,6 @@ def test_no_first_round_begins_where_a_rank_has_no_room(monkeypatch: pytest.Monk
 def test_a_rank_without_room_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, store = make_worker(2, 2), dist.HashStore()
     worker.rendezvous.store = store
-    for name in ("copies", "shares"):
-        store.set(f"{name}/host/0", HOST)
     monkeypatch.setattr(memory_module, "count_available_bytes", lambda: 2**30)
     copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 2**30, is_pipeline_sending=lambda: False)
     assert copies.find_obstacle() == ""
@@ -461,22 +459,61 @@ def test_sparse_sums_are_not_copied() -> None:
     assert not rank_shares_module._describe_obstacle({"weight": torch.eye(2)}, 1)
 
 
-def test_ranks_share_the_memory_of_the_machine_that_they_are_on() -> None:
-    """A rank that counts does not wait for one that has not come, which may be lost."""
-    store, hosts = dist.HashStore(), ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
-    environment = replace(make_worker(3, 1).environment, world_size=3)
-    workers = [
-        SimpleNamespace(
-            environment=replace(environment, rank=rank),
-            rendezvous=SimpleNamespace(store=store, own_address=lambda host=host: host),
+def make_ranks(store: dist.Store, hosts: Sequence[str]) -> list[Any]:
+    """The workers of a generation of as many replicas of one stage, each at its host."""
+    workers = [make_worker(1, len(hosts)) for _ in hosts]
+    for rank, (worker, host) in enumerate(zip(workers, hosts, strict=True)):
+
+        def exchange_values(name: str, ranks: Iterable[int], own: str, rank: int = rank) -> list[str]:
+            store.set(f"{name}/{rank}", own)
+            return [store.get(f"{name}/{one}").decode() for one in ranks]
+
+        worker.environment = replace(worker.environment, rank=rank, world_size=len(hosts), keepers=())
+        worker.topology = Topology(1, len(hosts), rank)
+        worker.rendezvous = SimpleNamespace(
+            store=store, own_address=lambda host=host: host, exchange_values=exchange_values
         )
-        for rank, host in enumerate(hosts)
-    ]
-    first, second = (MemorySharers(worker, "copies") for worker in workers[:2])  # type: ignore[arg-type]
-    assert (first.count(), second.count()) == (None, None)
-    third = MemorySharers(workers[2], "copies")  # type: ignore[arg-type]
-    assert [each.count() for each in (first, second, third)] == [2, 1, 2]
-    assert MemorySharers(make_worker(3, 1), "copies").count() is None, "rank 0 is gone"
+    return workers
+
+
+def test_ranks_share_the_memory_of_the_machine_that_they_are_on() -> None:
+    workers = make_ranks(dist.HashStore(), ["10.0.0.1", "10.0.0.2", "10.0.0.1"])
+    with ThreadPoolExecutor(3) as pool:
+        sharers = pool.map(lambda worker: MemorySharers(worker, "copies"), workers)
+        assert [each.count for each in sharers] == [2, 1, 2]
+
+
+def test_a_rank_that_is_ahead_copies_what_was_kept_before_its_first_micro_batch() -> None:
+    """In a new generation, whose ranks come one after the other. Else a second loss would cost all of it."""
+    store = dist.HashStore()
+    passed = PassResult(
+        loss_sum=0.0, weight=1.0, examples=9, expected_weight=0.0, forward_us=0, backward_us=0, wait_us=0
+    )
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    ahead, late = make_ranks(store, [HOST, HOST])
+
+    def begin_pass() -> RankShares:
+        shares = RankShares(ahead, is_pipeline_sending=lambda: False)
+        shares.begin_pass(
+            STEP,
+            range(20),
+            {"w": parameter},
+            sections=range(1),
+            kept=EarlierSums(range(30, 39), passed),
+            micro_batch=1,
+            micro_batch_s=MARKS_S,
+        )
+        return shares
+
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(begin_pass)
+        wait_until(lambda: begun.done() or store.check(["shares/host/0"]), "the rank that is ahead")
+        other = RankShares(late, is_pipeline_sending=lambda: False)
+        shares = begun.result(DEADLINE_S)
+    assert [marked.mark.numbers for marked in shares.list_sums(STEP)] == [frozenset(range(30, 39))]
+    for each in (shares, other):
+        each.shut_down()
 
 
 def test_copies_are_kept_where_all_of_them_fit_into_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.rendezvous import Rendezvous
@@ -98,3 +100,13 @@ def test_a_rank_that_leaves_waits_no_longer(join: Joining) -> None:
         with pytest.raises(PeerLost) as lost:
             waiting.result(DEADLINE_S)
     assert lost.value.reason == "rank 1 has died while it loaded"
+
+
+def test_a_thread_that_asks_the_store_of_an_ended_generation_learns_that_it_is_gone(join: Joining) -> None:
+    """C++ has the store of a generation, but not the connection that Python has made for it."""
+    rank = join(0)
+    store = rank.store
+    rank.end(links_ended=True)
+    gc.collect()
+    with pytest.raises(dist.DistError):
+        store.set("key", "value")
