@@ -45,7 +45,7 @@ class MemorySharers:
         """All ranks make one of the same name in the same step, and wait for one another. Raises as a worker that
         leaves."""
         own = worker.rendezvous.own_address()
-        hosts = worker.rendezvous.exchange_values(f"{name}/host", range(worker.environment.world_size), own)
+        hosts = worker.rendezvous.exchange_values(f"{name}/host", worker.topology.everyone, own)
         self.count = hosts.count(own)
         """This rank is one of them."""
 

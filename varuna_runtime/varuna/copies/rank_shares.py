@@ -273,7 +273,7 @@ class RankShares:
         return MarkKey(generation, replica, share.step, len(share.kept_numbers) + done)
 
     def _find_owner(self, gradients: Mapping[str, Tensor]) -> ShareOwner | None:
-        """None: these sums cannot be copied, or not yet."""
+        """None: these sums cannot be copied."""
         if self._has_room is None:
             owners = 1 + self._count_kept()
             obstacle = _describe_obstacle(gradients, _MARKS * owners * self._sharers.count)

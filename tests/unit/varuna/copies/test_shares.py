@@ -308,6 +308,12 @@ def test_a_share_is_left_when_others_would_wait_longer_than_it_has_lost(
     assert shares.is_worth_finishing() is is_worth_it
 
 
+def make_result(examples: int) -> PassResult:
+    return PassResult(
+        loss_sum=0.0, weight=1.0, examples=examples, expected_weight=0.0, forward_us=0, backward_us=0, wait_us=0
+    )
+
+
 class Stage:
     """One of three stages, each on the rank that keeps the sums of the one before."""
 
@@ -341,9 +347,7 @@ class Stage:
         self.done += 1
         assert self.parameter.grad is not None
         self.parameter.grad += 1
-        passed = PassResult(
-            loss_sum=0.0, weight=1.0, examples=self.done, expected_weight=0.0, forward_us=0, backward_us=0, wait_us=0
-        )
+        passed = make_result(self.done)
         self.shares.follow_backward(self.done, SimpleNamespace(sum_up=lambda _: passed))  # type: ignore[arg-type]
         wait_until(lambda: self.shares._owner is None or not self.shares._owner.is_busy, "the copy")
 
@@ -383,9 +387,7 @@ def test_there_are_no_marks_before_all_ranks_have_what_they_keep(monkeypatch: py
     monkeypatch.setattr(rank_shares_module, "MARKS_SHARE", 1e9)
     store, has_come = dist.HashStore(), False
     stages = [Stage(number, store) for number in range(3)]
-    passed = PassResult(
-        loss_sum=0.0, weight=1.0, examples=9, expected_weight=0.0, forward_us=0, backward_us=0, wait_us=0
-    )
+    passed = make_result(9)
     for stage in stages:
         stage.begin_pass(20, MARKS_S, kept=EarlierSums(range(30, 39), passed, have_all=lambda: has_come))
     for done in range(1, 8):
@@ -486,9 +488,7 @@ def test_ranks_share_the_memory_of_the_machine_that_they_are_on() -> None:
 def test_a_rank_that_is_ahead_copies_what_was_kept_before_its_first_micro_batch() -> None:
     """In a new generation, whose ranks come one after the other. Else a second loss would cost all of it."""
     store = dist.HashStore()
-    passed = PassResult(
-        loss_sum=0.0, weight=1.0, examples=9, expected_weight=0.0, forward_us=0, backward_us=0, wait_us=0
-    )
+    passed = make_result(9)
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)
     ahead, late = make_ranks(store, [HOST, HOST])
