@@ -14,6 +14,9 @@ Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 by its first rank, "dies_connecting": the same, that dies when it connects with its new stage, "data_workers": of
 `Batches`, "reads_state": bool, of the optimizer, between `resume` and the first step, "reads_state_loading":
 bool, in `resume`,
+"validates": after each step, on so many batches of another `Batches`, "dies_validating": {"rank", "step"}, before the
+last of them, "rests": the step before which all ranks wait in the script until there is a file "rested" in `out`; one
+that is to die in it dies when the others wait,
 "pause_s": of each step from the third on; "counts": threads and descriptors of the process after each step,
 "weights": a file with the model's, which is on meta then,
 "cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
@@ -81,6 +84,13 @@ def wait_for_others(out: Path, rank: int, step: int) -> None:
     """Waits until all others have made the update of `step`: one that has not would hold the step before."""
     others = [other for other in range(int(os.environ["WORLD_SIZE"])) if other != rank]
     wait_until(lambda: all((out / f"rank{other}.updated{step}").exists() for other in others), "the others' updates")
+
+
+def rest(out: Path, rank: int, *, dies: bool) -> None:
+    """Waits in the script: a rank that is to die, until all others wait; the others, until the test lets them go on."""
+    (out / f"rank{rank}.rests").touch()
+    files = [out / f"rank{other}.rests" for other in range(int(os.environ["WORLD_SIZE"]))] if dies else [out / "rested"]
+    wait_until(lambda: all(file.exists() for file in files), "the end of a rest")
 
 
 def miss_agreement(out: Path, rank: int, step: int) -> None:
@@ -196,6 +206,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         fault = {"rank": rank, "step": step}
         if fault in (wanted.get("die"), wanted.get("raise")) and step > first:
             wait_for_others(out, rank, step - 1)
+        if wanted.get("rests") == step:
+            rest(out, rank, dies=fault == wanted.get("die"))
         if wanted.get("die") == fault or fault in wanted.get("dies", ()):
             os.kill(os.getpid(), signal.SIGKILL)
         if wanted.get("raise") == fault:
@@ -221,6 +233,11 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
                 optimizer.zero_grad()
         else:
             scheduler.step()
+        if "validates" in wanted:
+            for number, others in make_batches(seed=1, last_step=wanted["validates"]):
+                if wanted.get("dies_validating") == fault and number == wanted["validates"]:
+                    die()
+                model.evaluate(others, batch_size=task.global_batch)
         if step > 2:
             time.sleep(wanted.get("pause_s", 0.0))
         if wanted.get("counts"):

@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -37,10 +38,10 @@ from varuna_proto.environment import Mode, WorkerEnvironment
 
 __all__ = [
     "Batches",
+    "RecentBatch",
     "SizedDataset",
-    "fetch_examples",
+    "find_recent_batch",
     "follow_shape",
-    "is_recent_batch",
     "renew_batch",
     "replica_indices",
 ]
@@ -152,6 +153,8 @@ class Batches:
         # A calibration has one replica per rank however small the batch is, and takes no training step.
         trains = worker is not None and worker.mode is Mode.TRAIN
         self._place = _Place.in_shape(worker) if trains and worker is not None else _Place(self.global_batch, 0, 1)
+        self._made: deque[_MadeBatch] = deque(maxlen=2)
+        """What it made last: that of the step under way, and the next one, which a script may have already."""
         if trains and environ is None:
             _followers.add(self)
 
@@ -178,7 +181,7 @@ class Batches:
 
     def _give_out(self, step: int, batch: dict[str, Any]) -> dict[str, Any]:
         if self in _followers:
-            _recent.append(_MadeBatch(self, step, batch, batch, self._place))
+            self._made.append(_MadeBatch(step, batch, batch, self._place))
         return batch
 
     def _shift_at(self, step: int) -> int:
@@ -234,10 +237,10 @@ class Batches:
         )
 
 
-class _MadeBatch(NamedTuple):
-    """A batch, and what it was made from."""
+@dataclass
+class _MadeBatch:
+    """A batch that the script has got."""
 
-    source: Batches
     step: int
     given: dict[str, Any]
     """As the script got it."""
@@ -245,46 +248,49 @@ class _MadeBatch(NamedTuple):
     """As it is at `place`."""
     place: _Place
 
-    def is_batch(self, inputs: Mapping[str, Any]) -> bool:
-        return inputs is self.given or inputs is self.batch
+
+@dataclass(frozen=True)
+class RecentBatch:
+    """One of the batches that a `Batches` made last, which can be made again for another place of this process."""
+
+    source: Batches
+    made: _MadeBatch
+
+    def renew(self) -> Mapping[str, Any]:
+        """The batch as it is at the present place."""
+        made, place = self.made, self.source._place
+        if made.place != place:
+            made.batch, made.place = self.source._collate_items(self.source.indices(made.step)), place
+        return made.batch
+
+    def fetch_examples(self, spans: Iterable[range]) -> Mapping[str, Any]:
+        """The examples at these places of the global batch that it is a part of, in order."""
+        return self.source._collate_examples(self.made.step, spans)
 
 
 _followers: weakref.WeakSet[Batches] = weakref.WeakSet()
 """All that take their place from this process's worker."""
-_recent: deque[_MadeBatch] = deque(maxlen=2)
-"""The batches that were made last: that of the step under way, and the next one, which a script may have already."""
 
 
-def is_recent_batch(inputs: Mapping[str, Any]) -> bool:
-    """Whether `inputs` is a batch that `Batches` made last, the object itself, so that it can be made for another
-    place."""
-    return any(made.is_batch(inputs) for made in _recent)
+def find_recent_batch(inputs: Mapping[str, Any]) -> RecentBatch | None:
+    """The batch that `inputs` is, the object itself; None: it is none that a `Batches` of this process made last."""
+    for source in list(_followers):
+        for made in list(source._made):  # a copy, because a thread of the script may make the next one meanwhile
+            if inputs is made.given or inputs is made.batch:
+                return RecentBatch(source, made)
+    return None
+
+
+def renew_batch(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`inputs`; or, if `Batches` made it for an earlier place of this process, the present place's part of its step."""
+    recent = find_recent_batch(inputs)
+    return inputs if recent is None else recent.renew()
 
 
 def follow_shape(environment: WorkerEnvironment) -> None:
     """Makes all `Batches` of this process follow it into another shape."""
     for source in _followers:
         source._place = _Place.in_shape(environment)
-
-
-def renew_batch(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`inputs`; or, if `Batches` made it for an earlier place of this process, the present place's part of its step."""
-    for number, made in enumerate(_recent):
-        if not made.is_batch(inputs):
-            continue
-        if made.place != made.source._place:
-            renewed = made.source._collate_items(made.source.indices(made.step))
-            _recent[number] = made = made._replace(batch=renewed, place=made.source._place)
-        return made.batch
-    return inputs
-
-
-def fetch_examples(inputs: Mapping[str, Any], spans: Iterable[range]) -> Mapping[str, Any]:
-    """The examples at these places of a global batch, in order. The recent batch `inputs` is a part of it."""
-    made = next((made for made in _recent if made.is_batch(inputs)), None)
-    if made is None:
-        raise ValueError("these inputs are not one of the batches that varuna.data.Batches made last")
-    return made.source._collate_examples(made.step, spans)
 
 
 def _global_batch(given: int | None, worker: WorkerEnvironment | None) -> int:

@@ -309,7 +309,7 @@ class Departure:
         _log.warning("leaving the generation", reason=exit_.reason, exit_code=exit_.code)
         if isinstance(exit_, PeerLost) and exit_.unreached is not None:
             self._on_unreached(exit_.unreached, exit_.reason)
-        stays = may_stay and self._try_to_stay is not None and self._try_to_stay(exit_)
+        stays = may_stay and self._finds_to_stay(exit_)
         with self.condition:
             self._exit, self._stays = exit_, stays
             breakers = self._breakers[::-1] if stays else []
@@ -321,6 +321,13 @@ class Departure:
         watchdog = threading.Timer(self._grace_s, self._end, args=(int(str(exit_.code)),))
         watchdog.daemon = True
         watchdog.start()
+
+    def _finds_to_stay(self, exit_: GenerationEnded | PeerLost) -> bool:
+        try:
+            return self._try_to_stay is not None and self._try_to_stay(exit_)
+        except Exception:  # the thread that is to leave must leave
+            _log.exception("this process cannot say what it holds: it ends with its generation")
+            return False
 
     def fail_waits(self, error: BaseException) -> None:
         """Makes every wait raise RuntimeError from `error`, which broke a thread of the runtime; a RanksDifferError is

@@ -84,7 +84,9 @@ class StateHolder:
     def find_script_obstacle(self) -> str:
         """What the script does that keeps its processes from going on in place; empty: nothing is known."""
         newest, accumulates = self._parts.progress.newest_step, self._parts.updater.accumulation.is_active
-        return "" if newest is None else describe_script_obstacle(newest.inputs, accumulates=accumulates)
+        if newest is None:
+            return ""
+        return describe_script_obstacle(has_own_inputs=newest.batch is None, accumulates=accumulates)
 
     def _try_to_stay(self, exit_: GenerationEnded | PeerLost) -> bool:
         """Whether this process goes on in the next generation. Any thread calls it when the worker leaves this one."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from varuna.data.batches import RecentBatch
 from varuna.data.sample_cursor import SampleCount
 from varuna.distributed.agreement import StepTotals
 from varuna.distributed.calls import CallKind
@@ -21,6 +22,8 @@ class TrainingStep:
     """One call of `Varuna.step`, and how far it has come. It may go on in another generation."""
 
     inputs: Mapping[str, Any]
+    batch: RecentBatch | None
+    """What the inputs are, if a `Batches` made them last when the call began; None: they are the script's own."""
     clip_grad_max_norm: float | None
     has_begun: bool = False
     """Whether a pass has."""

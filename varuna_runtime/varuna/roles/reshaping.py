@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from varuna.copies.share_marks import ShareMark
-from varuna.data.batches import is_recent_batch
 from varuna.distributed.agreement import BoundaryRequests, StepTotals
 from varuna.distributed.gloo import list_script_groups
 from varuna.distributed.group_sockets import can_find_sockets
@@ -398,10 +397,10 @@ def _count_in_plan(examples: int, plan: Plan) -> int:
     return count_micro_batches(examples, plan.micro_batch) if examples > 0 else 0
 
 
-def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) -> str:
+def describe_script_obstacle(*, has_own_inputs: bool, accumulates: bool) -> str:
     """What the script does that keeps its processes from going on in place, and the way out; empty: nothing.
 
-    `inputs`: of the newest step.
+    `has_own_inputs`: the newest step has inputs that are no batch of `Batches`.
     """
     if accumulates:
         return ACCUMULATES
@@ -410,7 +409,7 @@ def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) ->
             f"the script has read its place in the shape ({', '.join(readers)}); varuna.data.Batches gives each rank "
             "its examples without that"
         )
-    if not is_recent_batch(inputs):
+    if has_own_inputs:
         return (
             "the script does not pass the batches of varuna.data.Batches to step() as they are; pass each dict itself, "
             "no copy, and fetch at most one ahead"

@@ -14,7 +14,6 @@ from itertools import takewhile
 from typing import Any
 
 from varuna.copies.rank_shares import EarlierSums, RankShares
-from varuna.data.batches import fetch_examples, renew_batch
 from varuna.distributed.topology import share_of_batch, spans_of_micro_batches
 from varuna.partition.model_io.batch import batch_size_of
 from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans, pin_inputs
@@ -120,16 +119,20 @@ class SharePass:
         """The micro-batches of the step that this replica has to run."""
         environment, stage = self._worker.environment, self._parts.assembly.stage
         if step.rest is None:
-            step.inputs = renew_batch(step.inputs)
+            if step.batch is not None:
+                step.inputs = step.batch.renew()
             self._hold_inputs(step)
             sizes, first = share_of_batch(batch_size_of(step.inputs), environment, self._worker.topology.replica)
             inputs = pin_inputs(stage.empty_unread_inputs(step.inputs), self._parts.device)
             return cut_inputs(inputs, sizes, first, first * environment.plan.micro_batch)
         spans = spans_of_micro_batches(step.rest.numbers, step.rest.micro_batch, environment.plan.global_batch)
+        examples: Mapping[str, Any] = {}
         if self._membership.is_last_step(step):
-            examples: Mapping[str, Any] = self._parts.inputs.join_inputs(step.rest.numbers, step.inputs)
-        else:
-            examples = fetch_examples(step.inputs, spans.values()) if spans else {}
+            examples = self._parts.inputs.join_inputs(step.rest.numbers, step.inputs)
+        elif spans and step.batch is None:  # of a new process, whose script gives other inputs than those of survivors
+            raise ValueError("the inputs are not one of the batches that varuna.data.Batches made last")
+        elif spans and step.batch is not None:
+            examples = step.batch.fetch_examples(spans.values())
         return cut_spans(pin_inputs(stage.empty_unread_inputs(examples), self._parts.device), spans)
 
     def _hold_inputs(self, step: TrainingStep) -> None:

@@ -23,7 +23,7 @@ from varuna.copies.ahead_taker import AheadTaker
 from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares, has_keepers
-from varuna.data.batches import renew_batch
+from varuna.data.batches import find_recent_batch, renew_batch
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
 from varuna.diagnostics.tensorboard import TensorBoardWriter
@@ -135,7 +135,8 @@ class TrainingRole:
     # Steps
 
     def train_step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None) -> tuple[float, bool, float]:
-        step = TrainingStep(inputs=inputs, clip_grad_max_norm=clip_grad_max_norm)
+        batch = find_recent_batch(inputs)
+        step = TrainingStep(inputs=inputs, batch=batch, clip_grad_max_norm=clip_grad_max_norm)
         self._membership.begin_first_step(step)
         while True:
             try:

@@ -1,7 +1,8 @@
 """The worker's end of the Unix socket to its agent.
 
 Messages go out from any thread. One daemon thread reads: `Leave` becomes a departure; the socket's end means that the
-agent is gone, and then this process must end at once, because no other process would stop it.
+agent is gone, and then this process must end at once, because no other process would stop it. So it does where that
+thread fails.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from varuna.devices.out_of_memory import MemoryFigures, measure_shortage
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.departure import Departure, GenerationEnded, end_process
 from varuna_proto import framing
-from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
+from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST, WorkerEnvironment
 from varuna_proto.plan import Plan
 from varuna_proto.plan_message import parse_plan_spec
 from varuna_proto.v1 import agent_pb2, worker_pb2
@@ -328,30 +329,38 @@ class AgentLink:
             end_process(EXIT_GENERATION_ENDED)
 
     def _read(self, connection: socket.socket) -> None:
-        while (message := framing.receive(connection, worker_pb2.AgentToWorker)) is not None:
-            if message.HasField("assigned"):
-                self._commands.put(message.assigned)
-            elif message.HasField("give_state"):
-                self._commands.put(message.give_state)
-                self._on_command()
-            elif message.HasField("store_state"):
-                self._commands.put(message.store_state)
-                self._on_command()
-            elif message.HasField("ahead_part"):
-                self._ahead = _read_ahead(message.ahead_part)
-                self._on_ahead(self._ahead)
-            elif message.leave.mode == agent_pb2.STOP_MODE_HOLD_FIRST:
-                leave = message.leave
-                self.departure.request_hold_first(
-                    in_place=leave.in_place, within_step=leave.within_step, is_spare=leave.spare
-                )
-            elif message.leave.mode == agent_pb2.STOP_MODE_SAVE_FIRST:
-                self.departure.request_save_first(may_stay=message.leave.keep_state)
-            elif message.leave.mode == agent_pb2.STOP_MODE_LEAVE_NOW:
-                exit_ = GenerationEnded("the agent asked this worker to leave now")
-                leave = message.leave
-                self.departure.leave_generation(exit_, may_stay=leave.keep_state, at_once=leave.store_state)
-        end_process(EXIT_GENERATION_ENDED)
+        code = EXIT_GENERATION_ENDED
+        try:
+            while (message := framing.receive(connection, worker_pb2.AgentToWorker)) is not None:
+                self._obey(message)
+        except Exception:  # without this thread, this process would obey no more, and outlive its agent
+            _log.exception("what the agent has sent cannot be handled: this process ends")
+            code = EXIT_PEER_LOST
+        end_process(code)
+
+    def _obey(self, message: worker_pb2.AgentToWorker) -> None:
+        if message.HasField("assigned"):
+            self._commands.put(message.assigned)
+        elif message.HasField("give_state"):
+            self._commands.put(message.give_state)
+            self._on_command()
+        elif message.HasField("store_state"):
+            self._commands.put(message.store_state)
+            self._on_command()
+        elif message.HasField("ahead_part"):
+            self._ahead = _read_ahead(message.ahead_part)
+            self._on_ahead(self._ahead)
+        elif message.leave.mode == agent_pb2.STOP_MODE_HOLD_FIRST:
+            leave = message.leave
+            self.departure.request_hold_first(
+                in_place=leave.in_place, within_step=leave.within_step, is_spare=leave.spare
+            )
+        elif message.leave.mode == agent_pb2.STOP_MODE_SAVE_FIRST:
+            self.departure.request_save_first(may_stay=message.leave.keep_state)
+        elif message.leave.mode == agent_pb2.STOP_MODE_LEAVE_NOW:
+            exit_ = GenerationEnded("the agent asked this worker to leave now")
+            leave = message.leave
+            self.departure.leave_generation(exit_, may_stay=leave.keep_state, at_once=leave.store_state)
 
 
 def _read_ahead(part: worker_pb2.AheadPart) -> AheadCommand:

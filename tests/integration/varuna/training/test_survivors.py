@@ -128,6 +128,29 @@ def test_a_rank_makes_an_agreed_update_after_the_others(zygote: Zygote, tmp_path
     assert held == [3, 3, 3]
 
 
+def test_a_rank_is_lost_between_an_evaluation_and_the_next_step(zygote: Zygote, tmp_path: Path) -> None:
+    """The evaluation has had batches of another `Batches`, more than a process remembers."""
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        wanted = {"validates": 3, "rests": 4, "die": {"rank": 1, "step": 4}}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 1, 2, wanted=wanted)
+        left = world.wait_until_left({1})
+        (world.world.out / "rested").touch()
+        world.go_on({1})
+        assert_as_if_undisturbed(world, task)
+        assert not world.ends[0].list_messages("script_obstacle")
+    assert (left[0].gives_only, left[0].step) == (False, 3)
+
+
+def test_a_loss_in_an_evaluation_is_no_fault_of_the_script(zygote: Zygote, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        wanted = {"validates": 3, "dies_validating": {"rank": 1, "step": 3}}
+        world = SurvivorWorld(stack, zygote, tmp_path, Task(steps=STEPS), 1, 2, wanted=wanted)
+        assert world.world.exit_codes()[0] == EXIT_PEER_LOST
+        assert "this process ends with its generation: it is in evaluate()" in world.logs()
+        assert not world.ends[0].list_messages("script_obstacle")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [5, 6, 7, 8], ids="before its connection number {}".format)
 def test_a_second_rank_dies_while_the_others_connect(count: int, zygote: Zygote, tmp_path: Path) -> None:

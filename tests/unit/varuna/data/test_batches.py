@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from varuna.data import Batches, replica_indices
-from varuna.data.batches import fetch_examples, follow_shape, is_recent_batch, renew_batch
+from varuna.data.batches import find_recent_batch, follow_shape, renew_batch
 from varuna.data.sample_cursor import ResumePoint, set_resume_point
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.plan import Plan
@@ -385,7 +388,6 @@ def test_batches_made_ahead_follow_their_process_through_shapes(monkeypatch: pyt
         sizes.append(len(batch["index"]))
         if step == 3:
             follow_shape(worker_of(3, 0))
-            assert is_recent_batch(batch)
             assert renew_batch(batch)["index"].tolist() == source.indices(3), "that of the place that it has now"
     assert sizes == [6, 6, 6, 4, 4, 4]
 
@@ -419,8 +421,7 @@ def test_a_batch_follows_its_process_through_shapes(monkeypatch: pytest.MonkeyPa
         batch = renew_batch(batch)
         assert batch["number"].tolist() == source.indices(4)
         assert renew_batch(given) is batch
-        assert is_recent_batch(batch)
-        assert is_recent_batch(given)
+        assert find_recent_batch(batch) == find_recent_batch(given) is not None
     assert len(batch["number"]) == 12
     assert renew_batch(following)["number"].tolist() == source.indices(5)
 
@@ -448,9 +449,57 @@ def test_examples_of_the_global_batch_are_fetched_by_their_places(monkeypatch: p
     whole_batch = [index for replica in range(3) for index in _indices_in(source, 3, replica)]
     batch = source.batch(4)
     assert whole_batch[4:8] == batch["number"].tolist()
-    fetched = fetch_examples(batch, [range(10, 12), range(2), range(5, 6)])
+    recent = find_recent_batch(batch)
+    assert recent is not None
+    fetched = recent.fetch_examples([range(10, 12), range(2), range(5, 6)])
     assert fetched["number"].tolist() == [*whole_batch[10:12], *whole_batch[:2], whole_batch[5]]
-    assert is_recent_batch(batch)
+
+
+def test_a_batch_stays_known_whatever_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script has the next batch, perhaps, and evaluates with those of others before it gives that to `step`."""
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    source, others = Batches(Numbers()), Batches(Numbers(), seed=1)
+    first, second = source.batch(1), source.batch(2)
+    for step in range(1, 4):
+        assert find_recent_batch(others.batch(step)) is not None
+    assert find_recent_batch(first) is not None
+    recent = find_recent_batch(second)
+    assert recent is not None
+    source.batch(3)
+    assert find_recent_batch(first) is None, "only one may be made ahead"
+    follow_shape(worker_of(3, 0))
+    assert recent.renew()["number"].tolist() == source.indices(2)
+
+
+def test_batches_of_which_the_script_keeps_nothing_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    source = Batches(Numbers())
+    source.batch(1)
+    reference = weakref.ref(source)
+    del source
+    assert reference() is None
+
+
+def test_a_batch_is_found_while_another_thread_makes_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    source = Batches(Numbers())
+    done = threading.Event()
+
+    def make() -> None:
+        while not done.is_set():
+            source.batch(1)
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=make)
+    thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20_000):
+            assert find_recent_batch({}) is None
+    finally:
+        sys.setswitchinterval(before)
+        done.set()
+        thread.join()
 
 
 def _indices_in(source: Batches, replicas: int, replica: int) -> list[int]:

@@ -95,6 +95,21 @@ def test_the_first_reason_stands() -> None:
         departure.raise_if_leaving()
 
 
+def test_a_process_that_cannot_say_what_it_holds_leaves_all_the_same() -> None:
+    ends = Ends()
+    departure = Departure(ends, grace_s=0.01)
+
+    def fail(exit_: object) -> bool:
+        raise RuntimeError("deque mutated during iteration")
+
+    departure.offer_to_stay(fail, str)
+    departure.leave_generation(GenerationEnded("asked to leave"))
+    with pytest.raises(GenerationEnded):
+        departure.raise_if_leaving()
+    assert ends.called.wait(DEADLINE_S)
+    assert (ends.codes, departure.stays) == ([EXIT_GENERATION_ENDED], False)
+
+
 def test_a_broken_thread_of_the_runtime_is_no_silent_hang() -> None:
     departure = Departure(Ends())
     departure.fail_waits(KeyError("oops"))
