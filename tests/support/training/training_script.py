@@ -7,6 +7,7 @@ Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "misses_agreement": {"rank", "step"}, which loses its peers when it has sent its part and has not received the totals,
 "misses_update": {"rank", "step"}, which loses them when it has the totals and has made no update,
 "copies_batches", "asks_for_shape": bool, for a script that cannot follow its job into another shape,
+"copies_validation": bool, the batches of "validates", "averages": bool, the model's average is what they evaluate,
 "evaluates_first": bool, before the first step; "trains_other": bool, a model without one of its biases,
 "emulates_nccl": bool, for links that use NCCL on devices that it does not know,
 "hosts_apart": bool, for links with several connections, whose messages are cut however small they are,
@@ -15,7 +16,9 @@ by its first rank, "dies_connecting": the same, that dies when it connects with 
 `Batches`, "reads_state": bool, of the optimizer, between `resume` and the first step, "reads_state_loading":
 bool, in `resume`,
 "validates": after each step, on so many batches of another `Batches`, "dies_validating": {"rank", "step"}, before the
-last of them, "rests": the step before which all ranks wait in the script until there is a file "rested" in `out`; one
+last of them, "misses_evaluation": {"rank", "step", "number", "passed"}, which loses its peers when they have agreed on
+that one and the ranks "passed" have passed the next step,
+"rests": the step before which all ranks wait in the script until there is a file "rested" in `out`; one
 that is to die in it dies when the others wait,
 "pause_s": of each step from the third on; "counts": threads and descriptors of the process after each step,
 "weights": a file with the model's, which is on meta then,
@@ -30,6 +33,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -54,6 +58,7 @@ from varuna.distributed.agreement import StepTotals
 from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.groups import RankGroup
 from varuna.roles.progress import TrainingStep
+from varuna.roles.share_pass import SharePass
 from varuna.roles.training import TrainingRole
 from waiting import DEADLINE_S, wait_until
 
@@ -118,6 +123,31 @@ def miss_update(out: Path, rank: int, step: int) -> None:
         update(role, under_way, *rest)
 
     TrainingRole._update = update_or_miss  # type: ignore[assignment,method-assign]
+
+
+def miss_evaluation(out: Path, own: int, rank: int, step: int, number: int, passed: Sequence[int]) -> None:
+    """Leaves, as `miss_agreement` does, when the others have the loss of the evaluation `number` after `step`, and the
+    ranks `passed` have passed the next step."""
+    evaluate, run, count = TrainingRole._evaluate_together, SharePass.run, 0
+
+    def run_and_note(share: SharePass, under_way: TrainingStep, *rest: Any) -> int:
+        global_batch = run(share, under_way, *rest)
+        (out / f"rank{own}.passed{share._parts.progress.step + 1}").touch()
+        return global_batch
+
+    def evaluate_or_miss(role: TrainingRole, *rest: Any, **named: Any) -> float:
+        nonlocal count
+        loss = evaluate(role, *rest, **named)
+        count += role._progress.step == step
+        if (own, count) == (rank, number):
+            count += 1
+            files = [out / f"rank{other}.passed{step + 1}" for other in passed]
+            wait_until(lambda: all(file.exists() for file in files), "the others' passes")
+            lose_peers(role._worker.departure, out, rank, step)
+        return loss
+
+    TrainingRole._evaluate_together = evaluate_or_miss  # type: ignore[assignment,method-assign]
+    SharePass.run = run_and_note  # type: ignore[assignment,method-assign]
 
 
 def die(*_: object, **_named: object) -> NoReturn:
@@ -197,8 +227,10 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         miss_agreement(out, **wanted["misses_agreement"])
     if wanted.get("misses_update", {}).get("rank") == rank:
         miss_update(out, **wanted["misses_update"])
+    if "misses_evaluation" in wanted:
+        miss_evaluation(out, rank, **wanted["misses_evaluation"])
 
-    steps: list[dict[str, float]] = []
+    steps: list[dict[str, Any]] = []
     counts: list[dict[str, int]] = []
     last = None if wanted.get("forever") else task.steps
     make_batches = partial(Batches, Examples(task.padded), global_batch=task.global_batch)
@@ -233,17 +265,19 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
                 optimizer.zero_grad()
         else:
             scheduler.step()
-        if "validates" in wanted:
-            for number, others in make_batches(seed=1, last_step=wanted["validates"]):
-                if wanted.get("dies_validating") == fault and number == wanted["validates"]:
-                    die()
-                model.evaluate(others, batch_size=task.global_batch)
+        validated = []
+        for number, others in make_batches(seed=1, last_step=wanted["validates"]) if "validates" in wanted else ():
+            if wanted.get("dies_validating") == fault and number == wanted["validates"]:
+                die()
+            others = {**others} if wanted.get("copies_validation") else others
+            validated.append(model.evaluate(others, batch_size=task.global_batch, ema=wanted.get("averages", False)))
         if step > 2:
             time.sleep(wanted.get("pause_s", 0.0))
         if wanted.get("counts"):
             folders = {"threads": Path("/proc/self/task"), "descriptors": Path("/proc/self/fd")}
             counts.append({name: len(list(folder.iterdir())) for name, folder in folders.items()})
-        steps.append({"step": step, "loss": loss, "norm": norm, "overflow": overflow, "next_scale": model.loss_scale})
+        did = {"loss": loss, "norm": norm, "overflow": overflow, "next_scale": model.loss_scale, "validated": validated}
+        steps.append({"step": step, **did})
         if wanted.get("save", {}).get("step") == step:
             failing = pytest.raises(CheckpointError) if wanted["save"].get("fails", False) else nullcontext()
             with failing:

@@ -42,7 +42,6 @@ __all__ = [
     "SizedDataset",
     "find_recent_batch",
     "follow_shape",
-    "renew_batch",
     "replica_indices",
 ]
 
@@ -279,12 +278,6 @@ def find_recent_batch(inputs: Mapping[str, Any]) -> RecentBatch | None:
             if inputs is made.given or inputs is made.batch:
                 return RecentBatch(source, made)
     return None
-
-
-def renew_batch(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`inputs`; or, if `Batches` made it for an earlier place of this process, the present place's part of its step."""
-    recent = find_recent_batch(inputs)
-    return inputs if recent is None else recent.renew()
 
 
 def follow_shape(environment: WorkerEnvironment) -> None:

@@ -97,7 +97,7 @@ class StateHolder:
             self._parts.worker.link.report_script_obstacle(reason)
         if accumulation.is_pending:
             return False
-        if progress.other_call is not None:
+        if progress.other_call is not None and not (progress.can_reevaluate and not self.find_obstacle()):
             _log.info(f"this process ends with its generation: it is in {progress.other_call.name.lower()}()")
             return False
         step = progress.find_committed(progress.newest_step)

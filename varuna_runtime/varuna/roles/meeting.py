@@ -72,6 +72,9 @@ class GenerationMeeting:
             committed=progress.find_committed(step),
             totals=progress.committed_totals,
             sections=(sections.start, sections.stop),
+            is_evaluating=progress.can_reevaluate,
+            evaluations=progress.evaluations,
+            evaluated_loss=progress.evaluated_loss,
             weight_per_example=parts.expected_weight.per_example,
             trace_digest=parts.trace_digest,
             is_new=before is None,
@@ -83,6 +86,7 @@ class GenerationMeeting:
         everyone = worker.topology.everyone
         texts = worker.rendezvous.exchange_values("member", everyone, own.to_json())
         members = [GenerationMember.from_json(text) for text in texts]
+        self._settle_evaluations(members, is_new=own.is_new)
         settled = settle_sums(members, worker.environment.plan, parts.stages)
         totals = choose_totals(own, settled.members, is_reduced=step is not None and step.is_reduced)
         all_follow = all(member.follows_shape for member in settled.members)
@@ -110,6 +114,15 @@ class GenerationMeeting:
             if not all_follow:
                 self._prepare_last_step(step, settled)
         return Meeting(settled, lent)
+
+    def _settle_evaluations(self, members: Sequence[GenerationMember], *, is_new: bool) -> None:
+        """A rank that has missed what the others have agreed on in an evaluation gets it from them. `is_new`: this
+        process is, and has made none."""
+        newest, progress = max(members, key=lambda member: member.evaluations), self._parts.progress
+        if is_new:
+            progress.evaluations = newest.evaluations
+        elif progress.evaluations < newest.evaluations:
+            progress.missed_loss = newest.evaluated_loss
 
     def _list_copied(self, committed: int, before: WorkerEnvironment | None) -> list[tuple[int, int]]:
         """The sections of each stage whose state after `committed` steps this process can give a copy of."""

@@ -58,7 +58,7 @@ _LINKS_END_S = 2.0
 
 
 class FirstStep(NamedTuple):
-    """What a new process finds of the step that the survivors are in."""
+    """What a process that joins others before a step finds of it, if they have begun it."""
 
     rest: StepRest | None = None
     """What its replica runs of it; None: its share."""
@@ -76,7 +76,7 @@ class GenerationMembership:
         self._awaited_in = CallKind.RESUME if parts.worker.environment.joins_survivors else None
         """The call of the script in which survivors wait for this new process; None: it is one of them."""
         self._first_step = FirstStep()
-        """What this new process finds of the step in which it begins."""
+        """What this process finds of the next step that its script begins, if others are in it."""
         self._give_command: GiveCommand | StoreCommand | None = None
         """Given when the step under way had been agreed on: the script's next call gives the state."""
         self._last_step: TrainingStep | None = None
@@ -159,8 +159,8 @@ class GenerationMembership:
         late.fill()
 
     def _is_state_late(self, members: Sequence[GenerationMember]) -> bool:
-        """Whether what only the update reads comes while the passes run. The same on all ranks, whose scripts are at
-        the beginning of a step or in it.
+        """Whether what only the update reads comes while the passes of a step run. The same on all ranks, whose scripts
+        are at the beginning of a step or in it.
 
         Where new processes join others that keep their stages, these train on at once, and change the state. One
         replica copies its new stages in the rest of the step, because another loss in it needs the copies. Those of a
@@ -181,8 +181,8 @@ class GenerationMembership:
         self._awaited_in = None
 
     def begin_first_step(self, step: TrainingStep) -> None:
-        """In the first step of a new process among survivors: makes `.grad` what it has got of the step, if that is not
-        late."""
+        """In the first step after this process has joined others before it: makes `.grad` what it has got of the step,
+        if that is not late."""
         first, self._first_step = self._first_step, FirstStep()
         step.rest, step.kept = first.rest, first.kept
         for sums in first.sums:
@@ -278,6 +278,9 @@ class GenerationMembership:
         holder.join_next(environment, phases)
         meeting = self._meeting.meet(step, before)
         holder.drop_state_before()
+        rest = plan_rest(meeting.settled, environment, parts.stages) if step is None else step.rest
+        if step is None:  # others may have begun the next step, if this rank has missed the end of an evaluation
+            self._first_step = FirstStep(rest)
         peer_bytes, stage = 0, parts.assembly.stage
         moves = must_move(meeting.members, parts.stages)
         if moves:
@@ -300,13 +303,13 @@ class GenerationMembership:
             late_bytes=late_bytes,
         )
         committed, redone = parts.progress.find_committed(step), 0 if step is None else step.redone
-        rest = None if step is None or step.totals is not None else step.rest
+        is_agreed = step is not None and step.totals is not None
         worker.link.report_ready(
             committed,
             phases.durations_s,
             sources,
             micro_batches_redone=redone,
-            micro_batches_left=count_left(rest, environment),
+            micro_batches_left=count_left(None if is_agreed else rest, environment),
         )
         _log.info(
             "this process goes on in the next generation",
@@ -358,7 +361,7 @@ class GenerationMembership:
         they had. New processes take it.
         """
         parts, rest = self._parts, None if step is None else step.rest
-        is_late = self._is_state_late(meeting.members)
+        is_late = step is not None and self._is_state_late(meeting.members)
         sums, are_late = None if rest is None else rest.sums, are_sums_late(rest)
         self._holder.begin_move(before)
         self._require_together(meeting.members)

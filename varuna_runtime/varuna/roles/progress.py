@@ -63,6 +63,10 @@ class TrainingProgress:
         newest_step: the newest call of `step`; None before the first one.
         committed_totals: of the newest committed step.
         other_call: the call under way, unless it is a step.
+        can_reevaluate: an evaluation is under way that can begin again in another generation.
+        evaluations: how many are done.
+        evaluated_loss: of the newest of them.
+        missed_loss: of the one under way, if the other ranks have agreed on it without this one; None: they have not.
     """
 
     def __init__(self, seed: int) -> None:
@@ -74,6 +78,10 @@ class TrainingProgress:
         self.newest_step: TrainingStep | None = None
         self.committed_totals: StepTotals | None = None
         self.other_call: CallKind | None = None
+        self.can_reevaluate = False
+        self.evaluations = 0
+        self.evaluated_loss = 0.0
+        self.missed_loss: float | None = None
         self._counting = threading.Lock()
 
     def count_step(self, step: TrainingStep, examples: int) -> None:
@@ -82,6 +90,10 @@ class TrainingProgress:
             self.step += 1
             self.samples.add_step(examples)
             step.is_updated = True
+
+    def count_evaluation(self, loss: float) -> None:
+        """Counts an evaluation, whose loss this rank has."""
+        self.evaluations, self.evaluated_loss, self.missed_loss = self.evaluations + 1, loss, None
 
     def find_committed(self, step: TrainingStep | None) -> int:
         """The newest step that this rank knows as committed. `step`: the call under way. From any thread."""

@@ -90,6 +90,12 @@ class GenerationMember:
     """The same for each stage whose state after `committed` steps it has a copy of."""
     is_at_start: bool = False
     """Whether its script is in the call of a step that nobody has agreed on."""
+    is_evaluating: bool = False
+    """Whether its script is in an evaluation that can begin again."""
+    evaluations: int = 0
+    """How many are done."""
+    evaluated_loss: float = 0.0
+    """Of the newest of them."""
     weight_per_example: float | None = None
     """What it expects; None: it does not know."""
     trace_digest: str = ""
@@ -97,6 +103,11 @@ class GenerationMember:
     """Whether its process has only just started, and has no state yet."""
     follows_shape: bool = True
     """Whether its script can go on in another shape after the step under way."""
+
+    @property
+    def evaluation(self) -> int | None:
+        """Which one its script is in; None: it is in none that can begin again."""
+        return self.evaluations if self.is_evaluating else None
 
     @property
     def numbers(self) -> frozenset[int]:
@@ -278,8 +289,11 @@ def explain_apart(members: Sequence[GenerationMember], section_count: int) -> st
     """Why these cannot give other processes a state with which they begin where these are in their scripts; empty: they
     can."""
     old = _list_survivors(members)
-    if len({(member.is_at_start, member.committed) for member in old}) > 1 or not old[0].is_at_start:
+    places = {(member.committed, member.is_at_start, member.evaluation) for member in old}
+    if len(places) > 1 or not (old[0].is_at_start or old[0].is_evaluating):
         return "ranks are at different places of their scripts"
+    if not old[0].is_at_start and len(old) < len(members):
+        return "ranks are in an evaluation, where no new process can begin"
     if len({member.trace_digest for member in members}) > 1:
         return "a new process has traced the model differently"
     copied = _list_sections(stage for one in old for stage in one.copied)

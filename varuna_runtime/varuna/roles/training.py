@@ -23,7 +23,7 @@ from varuna.copies.ahead_taker import AheadTaker
 from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares, has_keepers
-from varuna.data.batches import find_recent_batch, renew_batch
+from varuna.data.batches import RecentBatch, find_recent_batch
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
 from varuna.diagnostics.tensorboard import TensorBoardWriter
@@ -370,11 +370,35 @@ class TrainingRole:
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None, *, ema: bool) -> float:
         if ema and self.average is None:
             raise ValueError("evaluate(ema=True), but no average is kept: keep one with Varuna(..., ema=0.999)")
+        batch = find_recent_batch(inputs)
+        self._progress.can_reevaluate = batch is not None
+        try:
+            while True:
+                try:
+                    loss = self._find_loss(inputs, batch, batch_size, ema=ema)
+                except (GenerationEnded, PeerLost):
+                    if not self._worker.departure.stays:
+                        raise
+                else:
+                    self._progress.count_evaluation(loss)
+                    return loss
+        finally:
+            self._progress.can_reevaluate = False
+
+    def _find_loss(
+        self, inputs: Mapping[str, Any], batch: RecentBatch | None, batch_size: int | None, *, ema: bool
+    ) -> float:
+        """Evaluates in the present generation, or in the next one if this process has left it. If the other ranks have
+        done that without this one, which left before it knew, they know the loss."""
+        if self._worker.departure.stays:
+            self._membership.join_next(None)
+        if self._progress.missed_loss is not None:
+            return self._progress.missed_loss
         with self._calling(CallKind.EVALUATE):
-            return self._evaluate_together(inputs, batch_size, ema=ema)
+            return self._evaluate_together(inputs if batch is None else batch.renew(), batch_size, ema=ema)
 
     def _evaluate_together(self, inputs: Mapping[str, Any], batch_size: int | None, *, ema: bool) -> float:
-        inputs = pin_inputs(renew_batch(inputs), self._device)
+        inputs = pin_inputs(inputs, self._device)
         sizes, first = share_of_batch(batch_size_of(inputs), self._worker.environment, self._worker.topology.replica)
         parameters = self.assembly.stage.parameters
         averaged = self.average.exchange_values(parameters) if ema and self.average is not None else nullcontext()
@@ -436,7 +460,7 @@ class TrainingRole:
     @contextmanager
     def _calling(self, kind: CallKind) -> Iterator[None]:
         """Around a call that all ranks make together and that is no step. A process that has to leave while it is under
-        way ends; one that has left before goes on first."""
+        way ends, unless it is an evaluation that can begin again; one that has left before goes on first."""
         if kind is CallKind.EVALUATE:  # its inputs may be those of the shape before, too
             self._membership.leave_after_last_step(None)
         if self._worker.departure.stays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from small_gpt import Task, train_plainly
 from survivor_world import SurvivorWorld
 from training_kills import SCRIPT, Kill, N, op_kills, phase_kills
-from training_world import Zygote, assert_exact
+from training_world import Outcome, Zygote, assert_exact
 from varuna_proto.environment import EXIT_PEER_LOST
 from varuna_proto.v1 import agent_pb2
 
@@ -142,9 +143,58 @@ def test_a_rank_is_lost_between_an_evaluation_and_the_next_step(zygote: Zygote, 
     assert (left[0].gives_only, left[0].step) == (False, 3)
 
 
-def test_a_loss_in_an_evaluation_is_no_fault_of_the_script(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "lost"),
+    [
+        ({"dies_validating": {"rank": 1, "step": 3}}, {1}),
+        ({"misses_evaluation": {"rank": 1, "step": 3, "number": 1, "passed": []}}, set()),
+        ({"misses_evaluation": {"rank": 1, "step": 3, "number": 3, "passed": [2, 3]}}, set()),
+    ],
+    ids=["a rank dies", "others have agreed and are in the next one", "others have agreed and are in the next step"],
+)
+def test_an_evaluation_goes_on_when_it_loses_ranks(
+    fault: dict[str, object], lost: set[int], zygote: Zygote, tmp_path: Path
+) -> None:
+    task, wanted = Task(steps=STEPS), {"validates": 3}
     with ExitStack() as stack:
-        wanted = {"validates": 3, "dies_validating": {"rank": 1, "step": 3}}
+        undisturbed = SurvivorWorld(stack, zygote, tmp_path / "undisturbed", task, 2, 2, wanted=wanted).finish()
+    with ExitStack() as stack:
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted={**wanted, **fault})
+        held = world.go_on(lost)
+        outcome = world.finish()
+        assert not any(end.list_messages("script_obstacle") for end in world.ends.values())
+    assert held == [3] * len(held)
+    assert_exact(outcome, train_plainly(task), task)
+    assert_evaluated(outcome, undisturbed)
+
+
+def test_ranks_take_other_stages_in_an_evaluation(zygote: Zygote, tmp_path: Path) -> None:
+    task, wanted = Task(steps=STEPS), {"validates": 3, "averages": True, "varuna": {"ema": 0.9}}
+    with ExitStack() as stack:
+        undisturbed = SurvivorWorld(stack, zygote, tmp_path / "undisturbed", task, 2, 2, wanted=wanted).finish()
+    with ExitStack() as stack:
+        fault = {"dies_validating": {"rank": 1, "step": 3}}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted={**wanted, **fault})
+        world.wait_until_left({1})
+        world.go_on_as(replace(world.plan, p=3, d=1, recompute=()), [3, 0, 2])
+        outcome = world.finish()
+        assert not any(end.list_messages("script_obstacle") for end in world.ends.values())
+    assert_exact(outcome, train_plainly(task), task)
+    assert_evaluated(outcome, undisturbed)
+
+
+def assert_evaluated(outcome: Outcome, undisturbed: Outcome) -> None:
+    """All evaluations have the losses that they have without a fault, and the same ones on all ranks."""
+    expected = [step["validated"] for step in undisturbed.ranks[0]["steps"]]
+    assert [len(losses) for losses in expected] == [3] * STEPS
+    found = [[step["validated"] for step in rank["steps"]] for rank in outcome.ranks]
+    assert found[0] == [pytest.approx(losses, rel=1e-5) for losses in expected]
+    assert all(losses == found[0] for losses in found), "all ranks have the same, to the last bit"
+
+
+def test_an_evaluation_with_inputs_of_the_scripts_own_ends_with_its_generation(zygote: Zygote, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        wanted = {"validates": 3, "copies_validation": True, "dies_validating": {"rank": 1, "step": 3}}
         world = SurvivorWorld(stack, zygote, tmp_path, Task(steps=STEPS), 1, 2, wanted=wanted)
         assert world.world.exit_codes()[0] == EXIT_PEER_LOST
         assert "this process ends with its generation: it is in evaluate()" in world.logs()

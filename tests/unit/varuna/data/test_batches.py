@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from varuna.data import Batches, replica_indices
-from varuna.data.batches import find_recent_batch, follow_shape, renew_batch
+from varuna.data.batches import find_recent_batch, follow_shape
 from varuna.data.sample_cursor import ResumePoint, set_resume_point
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.plan import Plan
@@ -292,6 +292,12 @@ def worker_of(replicas: int, replica: int, shares: tuple[int, ...] = ()) -> Work
         checkpoint_url="",
         agent_socket="",
     )
+
+
+def renew_batch(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    recent = find_recent_batch(inputs)
+    assert recent is not None
+    return recent.renew()
 
 
 class Slow:
