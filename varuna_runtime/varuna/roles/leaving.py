@@ -215,14 +215,27 @@ class StateHolder:
 
     def give_state(self, command: GiveCommand | StoreCommand) -> None:
         """Gives the state to new processes, or leaves it to them in memory, and ends this process."""
-        state, step, worker = self._parts.checkpoints.training_state(), self._parts.progress.step, self._parts.worker
+        self._give(command, self._parts.progress.step, self._held)
+
+    def give_copies(self, command: GiveCommand | StoreCommand) -> None:
+        """Gives only what this process has copied of the states after earlier steps, as `give_state`; returns if that
+        is nothing, or not known under its present rank."""
+        rank = self._parts.worker.environment.rank
+        own = [held for held in self._list_copies() if held.inventory.rank == rank]
+        if own:
+            newest = max(own, key=lambda held: held.inventory.step)
+            self._give(command, newest.inventory.step, newest)
+
+    def _give(self, command: GiveCommand | StoreCommand, step: int, held: HeldFiles | None) -> None:
+        """`held`: what it gives; None: the state."""
+        state, worker = self._parts.checkpoints.training_state(), self._parts.worker
         if isinstance(command, StoreCommand):
             leave_in_memory(
                 state,
                 step,
                 own=self._unmoved or worker.environment,
                 published_as=worker.environment,
-                held=self._held,
+                held=held,
             )
             end_process(EXIT_GENERATION_ENDED)
             return
@@ -233,8 +246,8 @@ class StateHolder:
             published_as=worker.environment.rank,
             command=command,
             link=worker.link,
-            held=self._held,
-            copies=self._list_copies(),
+            held=held,
+            copies=[copy for copy in self._list_copies() if copy is not held],
         )
 
     def _store_after_failure(self) -> None:

@@ -321,11 +321,12 @@ class GenerationMembership:
 
     def _give_state(self, command: GiveCommand | StoreCommand, step: TrainingStep | None) -> None:
         """Gives the state to new processes, which begin where this script is in its call of `step`, or leaves it to
-        them in memory, and ends this one.
+        them in memory, and ends this one. Between two steps it gives what it has copied of those before.
 
         Returns only if that step has been agreed on, so that the script has to follow it first.
         """
         if step is None and not self._is_between_steps():
+            self._holder.give_copies(command)
             raise RuntimeError("the script is between two steps, where no other process can begin")
         if step is not None and step.totals is not None:
             self._give_command, step.was_interrupted = command, True

@@ -90,6 +90,20 @@ def test_a_loss_while_its_copy_is_half_way_costs_one_step(zygote: Zygote, tmp_pa
         assert_as_if_undisturbed(task, [replace_steps(first, LOST_IN - 2), second], outcome)
 
 
+def test_a_loss_in_an_evaluation_costs_the_steps_since_the_newest_copy(zygote: Zygote, tmp_path: Path) -> None:
+    """New processes begin with a step, and the others are between two."""
+    task, lost_after = Task(steps=STEPS), 3
+    with ExitStack() as stack:
+        wanted = {"copies_batches": False, "validates": 2, "dies_validating": {"rank": 1, "step": lost_after}}
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 3, 1, wanted=wanted, script=SCRIPT, keepers=KEEPERS)
+        assert first.wait_until_left({0, 2}, EXIT_PEER_LOST) == lost_after
+        second = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, generation=2, holders=(0, 2))
+        first.give_to(second, {0, 2})
+        outcome = second.finish()
+        assert_taken_from_memory(second, lost_after - 1)
+        assert_as_if_undisturbed(task, [replace_steps(first, lost_after - 1), second], outcome)
+
+
 @pytest.mark.slow
 def test_owner_and_keeper_lost_together_send_all_to_the_store(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS)
