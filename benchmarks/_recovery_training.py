@@ -18,6 +18,8 @@ from varuna import Varuna
 from varuna.data import Batches
 
 _POLL_S = 0.005
+_EVALUATIONS = 4
+"""After each step, where evaluations are wanted."""
 
 
 def main() -> None:
@@ -35,6 +37,9 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint-every", type=int, help="steps between checkpoints of the script's own; default: none"
     )
+    parser.add_argument(
+        "--evaluations", type=Path, help="file to which all append PID STEP LOSS for each evaluation; default: none"
+    )
     given = parser.parse_args()
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -42,6 +47,7 @@ def main() -> None:
     model = Varuna(plain, get_batch_fn=lambda size, device=None: {"x": torch.ones(size, given.width)})
     model.set_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
     record = open_to_append(given.record)
+    evaluations = open_to_append(given.evaluations) if given.evaluations else None
     batches = Batches(Noise(given.width), first_step=model.resume() + 1, last_step=given.steps)
     for step, batch in batches:
         while given.allowed and int(given.allowed.read_text()) < step:
@@ -50,6 +56,10 @@ def main() -> None:
         os.write(record, f"{os.getpid()} {step} {time.time():.6f}\n".encode())
         if given.checkpoint_every and step % given.checkpoint_every == 0:
             model.checkpoint(step=step)
+        if evaluations is not None:
+            for _, validation in Batches(Noise(given.width), seed=1, last_step=_EVALUATIONS):
+                loss = model.evaluate(validation)
+                os.write(evaluations, f"{os.getpid()} {step} {loss!r}\n".encode())
 
 
 if __name__ == "__main__":
