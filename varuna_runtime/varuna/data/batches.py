@@ -159,28 +159,32 @@ class Batches:
 
     def indices(self, step: int) -> list[int]:
         """The dataset indices of this replica in `step`."""
+        return self._indices_at(self._place, step)
+
+    def _indices_at(self, place: _Place, step: int) -> list[int]:
         return replica_indices(
             step,
             dataset_size=len(self._dataset),
             global_batch=self.global_batch,
-            micro_batch=self._place.micro_batch,
-            replica=self._place.replica,
-            replicas=self._place.replicas,
+            micro_batch=place.micro_batch,
+            replica=place.replica,
+            replicas=place.replicas,
             seed=self._seed,
             shuffle=self._shuffle,
             shift=self._shift_at(step),
-            shares=self._place.shares,
+            shares=place.shares,
         )
 
     def batch(self, step: int) -> dict[str, Any]:
         """This replica's examples of `step`, collated. Raises TypeError when collating gives no dict."""
+        place = self._place  # it may be another one before a thread of the script has made the batch
         with STEP_CLOCK.measure(Activity.DATA):
-            batch = self._collate_items(self.indices(step))
-        return self._give_out(step, batch)
+            batch = self._collate_items(self._indices_at(place, step))
+        return self._give_out(step, batch, place)
 
-    def _give_out(self, step: int, batch: dict[str, Any]) -> dict[str, Any]:
+    def _give_out(self, step: int, batch: dict[str, Any], place: _Place) -> dict[str, Any]:
         if self in _followers:
-            self._made.append(_MadeBatch(step, batch, batch, self._place))
+            self._made.append(_MadeBatch(step, batch, batch, place))
         return batch
 
     def _shift_at(self, step: int) -> int:
@@ -214,22 +218,23 @@ class Batches:
                 yield step, self.batch(step)
 
     def _prefetch(self, steps: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        place: _Place | None = None
+        started_at: _Place | None = None
         with ExitStack() as workers:
             for step in steps:
+                place = self._place
                 with STEP_CLOCK.measure(Activity.DATA):
-                    if self._place != place:  # what was made ahead is of another part of its steps
+                    if place != started_at:  # what was made ahead is of another part of its steps
                         workers.close()
-                        place = self._place
-                        ahead = workers.enter_context(closing(self._start_workers(step)))
+                        started_at = place
+                        ahead = workers.enter_context(closing(self._start_workers(place, step)))
                     batch = next(ahead)
-                yield step, self._give_out(step, batch)
+                yield step, self._give_out(step, batch, place)
 
-    def _start_workers(self, first_step: int) -> Generator[dict[str, Any]]:
+    def _start_workers(self, place: _Place, first_step: int) -> Generator[dict[str, Any]]:
         steps = count(first_step) if self._last_step is None else range(first_step, self._last_step + 1)
         return prefetch_batches(
             self._dataset,
-            (self.indices(step) for step in steps),
+            (self._indices_at(place, step) for step in steps),
             self._collate_batch,
             workers=self._workers,
             seed=_first_position(first_step, self.global_batch, self._shift_at(first_step)),
@@ -259,7 +264,7 @@ class RecentBatch:
         """The batch as it is at the present place."""
         made, place = self.made, self.source._place
         if made.place != place:
-            made.batch, made.place = self.source._collate_items(self.source.indices(made.step)), place
+            made.batch, made.place = self.source._collate_items(self.source._indices_at(place, made.step)), place
         return made.batch
 
     def fetch_examples(self, spans: Iterable[range]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -430,6 +430,33 @@ def test_a_batch_follows_its_process_through_shapes(monkeypatch: pytest.MonkeyPa
         assert find_recent_batch(batch) == find_recent_batch(given) is not None
     assert len(batch["number"]) == 12
     assert renew_batch(following)["number"].tolist() == source.indices(5)
+
+
+class Moving(Numbers):
+    """While it is read, its process goes on in another shape, as it may where a thread of the script makes batches."""
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        follow_shape(worker_of(3, 0))
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_was_begun_in_the_shape_before_is_made_again(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_here(
+        dataset: Moving, indices: Iterable[list[int]], collate: Callable[[list[Any]], Any], **_: object
+    ) -> Iterator[Any]:
+        for those in indices:
+            yield collate([dataset[index] for index in those])
+
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    monkeypatch.setattr("varuna.data.batches.prefetch_batches", read_here)  # for `workers`
+    source = Batches(Moving(), workers=workers)
+    expected = source.indices(1)
+    _, batch = next(iter(source))
+    assert batch["number"].tolist() == expected
+    assert renew_batch(batch)["number"].tolist() == source.indices(1) != expected
 
 
 def test_a_batch_follows_its_process_to_another_share(monkeypatch: pytest.MonkeyPatch) -> None:
