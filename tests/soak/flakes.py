@@ -143,8 +143,9 @@ def stop_once(process: subprocess.Popen[bytes], mark: str, output: Path, seconds
     try:
         for each in list_run(mark):
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.suspend()
-                stopped.append(each)
+                if each.status() != psutil.STATUS_STOPPED:  # else a test has stopped it, and it is to stay so
+                    each.suspend()
+                    stopped.append(each)
         time.sleep(seconds)
     finally:
         for each in reversed(stopped):
