@@ -309,7 +309,7 @@ class Departure:
         _log.warning("leaving the generation", reason=exit_.reason, exit_code=exit_.code)
         if isinstance(exit_, PeerLost) and exit_.unreached is not None:
             self._on_unreached(exit_.unreached, exit_.reason)
-        stays = may_stay and self._finds_to_stay(exit_)
+        stays = may_stay and self._decides_to_stay(exit_)
         with self.condition:
             self._exit, self._stays = exit_, stays
             breakers = self._breakers[::-1] if stays else []
@@ -322,7 +322,7 @@ class Departure:
         watchdog.daemon = True
         watchdog.start()
 
-    def _finds_to_stay(self, exit_: GenerationEnded | PeerLost) -> bool:
+    def _decides_to_stay(self, exit_: GenerationEnded | PeerLost) -> bool:
         try:
             return self._try_to_stay is not None and self._try_to_stay(exit_)
         except Exception:  # the thread that is to leave must leave
