@@ -12,7 +12,7 @@ from torch import Tensor
 from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.distributed.agreement import BoundaryRequests
 from varuna.distributed.topology import stage_sections
-from varuna.roles.kept_shares import KeptShare, SumsChoice
+from varuna.roles.kept_shares import KeptShare, StepRest, SumsChoice
 from varuna.roles.leaving import StateHolder
 from varuna.roles.moved_sums import add_sums
 from varuna.roles.progress import TrainingStep
@@ -37,6 +37,9 @@ class Meeting(NamedTuple):
     settled: SettledSums
     lent: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
     """The copies of other stages' sums that count and that this rank has, by their numbers among all sums."""
+    rest: StepRest | None = None
+    """What this rank's replica runs of the step under way, which others may be in before it; None: its share, or the
+    step is agreed on."""
 
     @property
     def members(self) -> Sequence[GenerationMember]:
@@ -93,8 +96,7 @@ class GenerationMeeting:
         if step is None:
             if not all_follow:
                 self._prepare_last_step(None, settled)
-            return Meeting(settled)
-        lent: dict[int, Mapping[str, Tensor]] = {}
+            return Meeting(settled, rest=plan_rest(settled, worker.environment, parts.stages))
         step.redone = 0
         if totals is not None:
             step.totals = progress.committed_totals = totals
@@ -108,12 +110,13 @@ class GenerationMeeting:
             chosen = settled.choices[worker.topology.rank] if step.rest is not None else SumsChoice(live=False)
             self._settle_share(step, chosen, marked)
             lent = {number: _find_sums(mark, marked) for number, mark in settled.list_lent(worker.topology.rank)}
-        else:  # a rank that has begun the next step has dropped them, so no rank may follow them
-            step.totals = replace(step.totals, requests=BoundaryRequests())
-            step.was_interrupted = True
-            if not all_follow:
-                self._prepare_last_step(step, settled)
-        return Meeting(settled, lent)
+            return Meeting(settled, lent, step.rest)
+        # A rank that has begun the next step has dropped the requests, so no rank may follow them.
+        step.totals = replace(step.totals, requests=BoundaryRequests())
+        step.was_interrupted = True
+        if not all_follow:
+            self._prepare_last_step(step, settled)
+        return Meeting(settled)
 
     def _settle_evaluations(self, members: Sequence[GenerationMember], *, is_new: bool) -> None:
         """A rank that has missed what the others have agreed on in an evaluation gets it from them. `is_new`: this

@@ -41,7 +41,6 @@ from varuna.roles.reshaping import (
     follow_sums,
     list_only_copied,
     must_move,
-    plan_rest,
 )
 from varuna.roles.role import report_ready
 from varuna.roles.training_parts import TrainingParts
@@ -113,9 +112,9 @@ class GenerationMembership:
         parts = self._parts
         worker, stage = parts.worker, parts.assembly.stage
         worker.phases.end_phase("script")
-        settled = self._meeting.meet(None, None).settled
+        meeting = self._meeting.meet(None, None)
+        settled, rest = meeting.settled, meeting.rest
         self._require_together(settled.members)
-        rest = plan_rest(settled, worker.environment, parts.stages)
         move, are_late = NewcomerMove(worker, parts.taken_ahead), are_sums_late(rest)
         is_late = self._is_state_late(settled.members)
         try:
@@ -278,9 +277,8 @@ class GenerationMembership:
         holder.join_next(environment, phases)
         meeting = self._meeting.meet(step, before)
         holder.drop_state_before()
-        rest = plan_rest(meeting.settled, environment, parts.stages) if step is None else step.rest
         if step is None:  # others may have begun the next step, if this rank has missed the end of an evaluation
-            self._first_step = FirstStep(rest)
+            self._first_step = FirstStep(meeting.rest)
         peer_bytes, stage = 0, parts.assembly.stage
         moves = must_move(meeting.members, parts.stages)
         if moves:
@@ -303,13 +301,12 @@ class GenerationMembership:
             late_bytes=late_bytes,
         )
         committed, redone = parts.progress.find_committed(step), 0 if step is None else step.redone
-        is_agreed = step is not None and step.totals is not None
         worker.link.report_ready(
             committed,
             phases.durations_s,
             sources,
             micro_batches_redone=redone,
-            micro_batches_left=count_left(None if is_agreed else rest, environment),
+            micro_batches_left=count_left(meeting.rest, environment),
         )
         _log.info(
             "this process goes on in the next generation",

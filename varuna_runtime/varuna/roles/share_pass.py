@@ -129,9 +129,9 @@ class SharePass:
         examples: Mapping[str, Any] = {}
         if self._membership.is_last_step(step):
             examples = self._parts.inputs.join_inputs(step.rest.numbers, step.inputs)
-        elif spans and step.batch is None:  # of a new process, whose script gives other inputs than those of survivors
-            raise ValueError("the inputs are not one of the batches that varuna.data.Batches made last")
-        elif spans and step.batch is not None:
+        elif spans:
+            if step.batch is None:  # of a new process, whose script gives other inputs than those of the survivors
+                raise ValueError("the inputs are not one of the batches that varuna.data.Batches made last")
             examples = step.batch.fetch_examples(spans.values())
         return cut_spans(pin_inputs(stage.empty_unread_inputs(examples), self._parts.device), spans)
 

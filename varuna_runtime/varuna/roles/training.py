@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
@@ -54,6 +54,8 @@ from varuna.roles.wrapped_model import WrappedModel
 from varuna.worker.worker import UpdateFigures
 
 __all__ = ["TrainingRole"]
+
+T = TypeVar("T")
 
 _ACTIVITIES = {
     CallKind.EVALUATE: Activity.EVALUATION,
@@ -138,10 +140,19 @@ class TrainingRole:
         batch = find_recent_batch(inputs)
         step = TrainingStep(inputs=inputs, batch=batch, clip_grad_max_norm=clip_grad_max_norm)
         self._membership.begin_first_step(step)
+
+        def run() -> tuple[float, bool, float]:
+            with explaining_memory(self._device, self._worker.topology, self._worker.environment.plan):
+                return self._run_step(step)
+
+        return self._go_on_in_place(step, run)
+
+    def _go_on_in_place(self, step: TrainingStep | None, run: Callable[[], T]) -> T:
+        """What `run` returns, which begins again in the next generation when this process has left the present one, and
+        stays. `step`: the call under way; None: it is another call."""
         while True:
             try:
-                with explaining_memory(self._device, self._worker.topology, self._worker.environment.plan):
-                    return self._run_step(step)
+                return run()
             except (GenerationEnded, PeerLost):
                 if not self._worker.departure.stays:
                     raise
@@ -373,25 +384,17 @@ class TrainingRole:
         batch = find_recent_batch(inputs)
         self._progress.can_reevaluate = batch is not None
         try:
-            while True:
-                try:
-                    loss = self._find_loss(inputs, batch, batch_size, ema=ema)
-                except (GenerationEnded, PeerLost):
-                    if not self._worker.departure.stays:
-                        raise
-                else:
-                    self._progress.count_evaluation(loss)
-                    return loss
+            loss = self._go_on_in_place(None, lambda: self._find_loss(inputs, batch, batch_size, ema=ema))
         finally:
             self._progress.can_reevaluate = False
+        self._progress.count_evaluation(loss)
+        return loss
 
     def _find_loss(
         self, inputs: Mapping[str, Any], batch: RecentBatch | None, batch_size: int | None, *, ema: bool
     ) -> float:
-        """Evaluates in the present generation, or in the next one if this process has left it. If the other ranks have
-        done that without this one, which left before it knew, they know the loss."""
-        if self._worker.departure.stays:
-            self._membership.join_next(None)
+        """Evaluates, unless the other ranks have done that without this one, which left before it knew: they know the
+        loss."""
         if self._progress.missed_loss is not None:
             return self._progress.missed_loss
         with self._calling(CallKind.EVALUATE):

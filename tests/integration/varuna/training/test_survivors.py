@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -155,30 +156,34 @@ def test_a_rank_is_lost_between_an_evaluation_and_the_next_step(zygote: Zygote, 
 def test_an_evaluation_goes_on_when_it_loses_ranks(
     fault: dict[str, object], lost: set[int], zygote: Zygote, tmp_path: Path
 ) -> None:
-    task, wanted = Task(steps=STEPS), {"validates": 3}
-    with ExitStack() as stack:
-        undisturbed = SurvivorWorld(stack, zygote, tmp_path / "undisturbed", task, 2, 2, wanted=wanted).finish()
-    with ExitStack() as stack:
-        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted={**wanted, **fault})
-        held = world.go_on(lost)
-        outcome = world.finish()
-        assert not any(end.list_messages("script_obstacle") for end in world.ends.values())
-    assert held == [3] * len(held)
-    assert_exact(outcome, train_plainly(task), task)
-    assert_evaluated(outcome, undisturbed)
+    assert_evaluations_go_on(zygote, tmp_path, fault, lambda world: world.go_on(lost))
 
 
 def test_ranks_take_other_stages_in_an_evaluation(zygote: Zygote, tmp_path: Path) -> None:
-    task, wanted = Task(steps=STEPS), {"validates": 3, "averages": True, "varuna": {"ema": 0.9}}
+    def move(world: SurvivorWorld) -> list[int]:
+        return world.go_on_as(replace(world.plan, p=3, d=1, recompute=()), [3, 0, 2])
+
+    fault = {"dies_validating": {"rank": 1, "step": 3}}
+    assert_evaluations_go_on(zygote, tmp_path, fault, move, averages=True, varuna={"ema": 0.9})
+
+
+def assert_evaluations_go_on(
+    zygote: Zygote,
+    folder: Path,
+    fault: dict[str, object],
+    go_on: Callable[[SurvivorWorld], list[int]],
+    **more: object,
+) -> None:
+    """With a fault in the evaluations after step 3."""
+    task, wanted = Task(steps=STEPS), {"validates": 3, **more}
     with ExitStack() as stack:
-        undisturbed = SurvivorWorld(stack, zygote, tmp_path / "undisturbed", task, 2, 2, wanted=wanted).finish()
+        undisturbed = SurvivorWorld(stack, zygote, folder / "undisturbed", task, 2, 2, wanted=wanted).finish()
     with ExitStack() as stack:
-        fault = {"dies_validating": {"rank": 1, "step": 3}}
-        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted={**wanted, **fault})
-        world.wait_until_left({1})
-        world.go_on_as(replace(world.plan, p=3, d=1, recompute=()), [3, 0, 2])
+        world = SurvivorWorld(stack, zygote, folder, task, 2, 2, wanted={**wanted, **fault})
+        held = go_on(world)
         outcome = world.finish()
         assert not any(end.list_messages("script_obstacle") for end in world.ends.values())
+    assert held == [3] * len(held)
     assert_exact(outcome, train_plainly(task), task)
     assert_evaluated(outcome, undisturbed)
 

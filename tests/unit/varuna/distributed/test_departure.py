@@ -6,21 +6,10 @@ import threading
 
 import pytest
 
+from process_ends import Ends
 from varuna.distributed.departure import Departure, GenerationEnded, PeerLost
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 from waiting import DEADLINE_S
-
-
-class Ends:
-    """Takes the place of ending the process."""
-
-    def __init__(self) -> None:
-        self.codes: list[int] = []
-        self.called = threading.Event()
-
-    def __call__(self, code: int) -> None:
-        self.codes.append(code)
-        self.called.set()
 
 
 def test_a_wait_ends_when_what_it_waits_for_is_there() -> None:

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
 
 from agent_end import AgentEnd
+from process_ends import Ends
 from varuna.distributed.departure import Departure
 from varuna.worker.agent_link import AgentLink
-from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST, Mode, WorkerEnvironment
-from varuna_proto.plan import Plan
+from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST, WorkerEnvironment
 from varuna_proto.v1 import agent_pb2
 from waiting import DEADLINE_S
-
-
-@pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], threading.Event]:
-    """The codes with which the process would have ended."""
-    codes, ended = list[int](), threading.Event()
-
-    def end(code: int) -> None:
-        codes.append(code)
-        ended.set()
-
-    monkeypatch.setattr("varuna.worker.agent_link.end_process", end)
-    return codes, ended
-
-
-ENVIRONMENT = WorkerEnvironment(
-    job_id="job",
-    mode=Mode.TRAIN,
-    generation=1,
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    plan=Plan(p=1, d=1, micro_batch=1, global_batch=1),
-    rendezvous_host="127.0.0.1",
-    rendezvous_port=1,
-)
 
 
 class BrokenDeparture(Departure):
@@ -51,16 +24,18 @@ class BrokenDeparture(Departure):
     ("departure", "code"), [(Departure(), EXIT_GENERATION_ENDED), (BrokenDeparture(), EXIT_PEER_LOST)]
 )
 def test_a_process_ends_when_its_agent_can_command_it_no_longer(
-    departure: Departure, code: int, ends: tuple[list[int], threading.Event]
+    departure: Departure, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Because the agent has gone, or because the thread has failed that is to obey."""
-    codes, ended = ends
+    ends = Ends()
+    monkeypatch.setattr("varuna.worker.agent_link.end_process", ends)
     with AgentEnd() as agent:
-        AgentLink(replace(ENVIRONMENT, agent_socket=agent.path), departure)
+        environment = WorkerEnvironment.alone("job", micro_batch=1, global_batch=1)
+        AgentLink(replace(environment, agent_socket=agent.path), departure)
         agent.wait_for(lambda message: message.HasField("hello"))
         if code == EXIT_PEER_LOST:
             agent.send_leave(agent_pb2.STOP_MODE_LEAVE_NOW)
         else:
             agent.hang_up()
-        assert ended.wait(DEADLINE_S)
-    assert codes == [code]
+        assert ends.called.wait(DEADLINE_S)
+    assert ends.codes == [code]
