@@ -22,6 +22,7 @@ from sqlalchemy.orm.exc import StaleDataError
 from manager_death import ManagerDiedError
 from traces import Store, traces
 from varuna_manager.agents.reports import ReportService
+from varuna_manager.answers.errors import UnavailableError
 from varuna_manager.controllers.fleet_controller import FleetController
 from varuna_manager.controllers.vm_requests import FleetSettings
 from varuna_manager.db.models import VmRow
@@ -244,7 +245,7 @@ class Fleet(RuleBasedStateMachine):
         hello = pb.Hello(vm_id=machine.id, incarnation=str(machine.incarnation), gpus=1, host="127.0.0.1")
         try:
             refusal = self.store.run(self.fleet.admit_agent(hello))
-        except AwayError:
+        except (AwayError, UnavailableError):
             return  # it dials again
         if refusal is not None:
             assert "gave it up" in refusal or "no provider of it" in refusal

@@ -53,6 +53,8 @@ class ServerTls:
         self._life = life
         self._log = structlog.get_logger("varuna.access")
         self._stamp = (0, 0)
+        self._loaded: KeyPair | None = None
+        """The pair of `find_pair` that `https` shows; None: it shows the operator's."""
         self.https = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._pair = authority.make_server_pair(self._names, life)
         self._load()
@@ -71,13 +73,15 @@ class ServerTls:
                 self._log.info("the manager's certificate was renewed", until=self._pair.not_after.isoformat())
             try:
                 self._load()
-            except AuthorityError as error:
+            except (AuthorityError, OSError) as error:  # a full disk, say
                 self._log.error("the certificate for REST was not replaced", error=str(error))
 
     def _load(self) -> None:
-        """Use the present certificate for new HTTPS connections."""
+        """Use the present certificate for new HTTPS connections. Raises AuthorityError, OSError."""
         if self._operator is None:
-            self._load_chain(self._pair.key_pem + self._pair.certificate_pem)
+            if self._pair is not self._loaded:
+                self._load_chain(self._pair.key_pem + self._pair.certificate_pem)
+                self._loaded = self._pair
             return
         files = self._operator
         try:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import structlog
-from sqlalchemy import Connection, NullPool, event
+from sqlalchemy import Connection, ExceptionContext, NullPool, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import (
     AsyncConnection,
@@ -38,6 +38,8 @@ _LOST_CLASSES = ("08", "57P", "53300")
 """SQLSTATEs: connection lost; server shutting down or just starting; too many connections."""
 _FULL_CLASSES = ("53100",)
 """SQLSTATE: the server's disk is full."""
+_READ_ONLY_CLASSES = ("25006",)
+"""SQLSTATE: the connection is read-only. A managed server is while its disk is nearly full; a standby always is."""
 _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY})
 """SQLite's errors when the disk is full or fails. A full disk may cause any of the first three."""
 
@@ -55,6 +57,10 @@ class StoreAwayError(Exception):
 
 class StoreFullError(StoreAwayError):
     """The store's disk is full, so nothing was written. Reading still works."""
+
+
+class StoreReadOnlyError(StoreAwayError):
+    """The store's server takes no writes for now, so nothing was written. Reading still works."""
 
 
 class StoreLockedError(StoreAwayError):
@@ -123,6 +129,7 @@ class Database:
         pool_log.addFilter(_is_no_cancellation)
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine.sync_engine, "connect", _configure_sqlite)
+        event.listen(self.engine.sync_engine, "handle_error", _drop_read_only_connections)
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False, sync_session_class=TrackedSession)
         self._writing = asyncio.Lock()
         self._mirrors: WeakSet[Mirror] = WeakSet()
@@ -220,7 +227,7 @@ class Database:
         except StoreAwayError as error:
             if not outage.is_now:
                 outage.is_now = True
-                outage.is_of_writes = isinstance(error, StoreFullError | StoreLockedError)
+                outage.is_of_writes = isinstance(error, StoreFullError | StoreReadOnlyError | StoreLockedError)
                 outage.number += 1
                 self._log.warning("the store is away: trying again", error=str(error))
             raise
@@ -274,6 +281,11 @@ def _raising_when_away() -> Iterator[None]:
         code = _sqlite_code(error)
         if code in _FULL_CODES or _sqlstate(error).startswith(_FULL_CLASSES):
             raise StoreFullError(f"the store cannot be written ({text}): make room on its disk") from error
+        if _sqlstate(error).startswith(_READ_ONLY_CLASSES):
+            raise StoreReadOnlyError(
+                f"the store cannot be written ({text}): make room on its server's disk, or let --database-url lead to "
+                "a server that takes writes"
+            ) from error
         if code == sqlite3.SQLITE_BUSY:
             raise StoreLockedError(
                 f"the store cannot be written ({text}): end the transaction of the other process that uses its file"
@@ -297,7 +309,7 @@ def _is_lost(error: Exception) -> bool:
     return _sqlstate(error).startswith(_LOST_CLASSES)
 
 
-def _sqlstate(error: Exception) -> str:
+def _sqlstate(error: BaseException) -> str:
     # While connecting, SQLAlchemy lets the errors of asyncpg through as they are.
     driver_error = error.orig if isinstance(error, DBAPIError) else error
     return str(getattr(driver_error, "sqlstate", None) or "")
@@ -313,6 +325,12 @@ def _engine_options(url: str, application_name: str) -> dict[str, Any]:
     else:
         options["connect_args"] = {"factory": _SqliteConnection}
     return options
+
+
+def _drop_read_only_connections(context: ExceptionContext) -> None:
+    """A connection may stay read-only when the server, or the address, takes writes again: only a new one shows it."""
+    if _sqlstate(context.original_exception).startswith(_READ_ONLY_CLASSES):
+        context.is_disconnect = True  # the pool then replaces all that it has
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:

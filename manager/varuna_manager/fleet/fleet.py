@@ -45,6 +45,9 @@ from varuna_proto.rest_fleet import FleetDocument, PoolDocument, PreemptionDocum
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.wording import count_are, count_of
 
+_LISTED_WITHIN_S = 120.0
+"""How long after its first Hello a VM may be missing from its provider's list, which may be older than the VM."""
+
 
 class FleetService:
     """`emulated`: the provider, if its market can be changed here."""
@@ -69,6 +72,8 @@ class FleetService:
         self._bell = bell
         self._now = now
         self._admissions = RequestBatcher(self._admit)
+        self._unlisted: dict[str, float] = {}
+        """VMs that no list has had yet, and when they first sent Hello."""
         self.market_changed = False
         """Called when the emulated market was changed, because it may now grant what it refused before."""
         self.pools: Sequence[PoolDocument] = ()
@@ -169,8 +174,14 @@ class FleetService:
     # ------------------------------------------------------------ for agents
 
     async def admit_agent(self, hello: pb.Hello) -> str | None:
-        """Take the VM that sent the Hello into the store. Returns the reason when it is not taken."""
-        return await self._admissions.add_request(hello)
+        """Take the VM that sent the Hello into the store. Returns the reason when it is never taken. Raises
+        UnavailableError while a list of its provider may be older than the VM."""
+        refusal = await self._admissions.add_request(hello)
+        since = self._unlisted.get(hello.vm_id)
+        if since is not None and self._now() < since + _LISTED_WITHIN_S:
+            raise UnavailableError(f"no provider lists VM {hello.vm_id!r} yet: dial again")
+        self._unlisted.pop(hello.vm_id, None)
+        return refusal
 
     async def _admit(self, hellos: Sequence[pb.Hello]) -> list[str | None]:
         """Writes nothing for most VMs after a restart of the manager, because the store has them already."""
@@ -211,19 +222,29 @@ class FleetService:
 
     async def _admit_one(self, session: AsyncSession, hello: pb.Hello, listed: Mapping[str, ProviderVm]) -> str | None:
         row = await session.get(VmRow, hello.vm_id)
+        if row is None and hello.vm_id not in listed:
+            if self.provider.is_elastic:
+                self._note_unlisted(hello.vm_id)
+            return f"VM {hello.vm_id!r} is none of this manager's: no provider of it has such a VM"
+        self._unlisted.pop(hello.vm_id, None)
         if row is None:
-            if hello.vm_id not in listed:
-                return f"VM {hello.vm_id!r} is none of this manager's: no provider of it has such a VM"
             row = self.add_vm(session, listed[hello.vm_id])
         elif row.state == VmState.GONE:
             return f"VM {hello.vm_id!r} is gone: its provider gave it up"
         if row.incarnation not in (None, hello.incarnation):
             await self._drop_forgotten_workers(session, hello)
-            if row.state == VmState.DRAINING and row.notice_id is None and self.keeps_drained_vms:
-                await self.move_vm(session, row, VmState.READY, "it was drained, and its agent has started again")
+            if row.notice_id is None and self.keeps_drained_vms:
+                row.drained_at = None
+                if row.state == VmState.DRAINING:
+                    await self.move_vm(session, row, VmState.READY, "it was drained, and its agent has started again")
         row.incarnation, row.gpus, row.host = hello.incarnation, hello.gpus, hello.host
         row.device_memory_bytes, row.gpu_type = hello.device_memory_bytes or None, _gpu_type(hello)
         return None
+
+    def _note_unlisted(self, vm_id: str) -> None:
+        now = self._now()
+        recent = {each: since for each, since in self._unlisted.items() if now < since + 2 * _LISTED_WITHIN_S}
+        self._unlisted = {vm_id: now, **recent}
 
     async def _drop_forgotten_workers(self, session: AsyncSession, hello: pb.Hello) -> None:
         """The agent has restarted: workers that it does not name ended with its previous process."""

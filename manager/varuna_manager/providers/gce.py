@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 import structlog
-from google.api_core.exceptions import Conflict, GoogleAPIError, NotFound
+from google.api_core.exceptions import ClientError, Conflict, GoogleAPIError, NotFound
 from google.auth.exceptions import GoogleAuthError
 from google.cloud import compute_v1
 
@@ -45,6 +45,8 @@ __all__ = ["GceClients", "GceProvider", "make_gce_clients"]
 _AT_ONCE = 4
 """Most VMs that are made at the same time, each in a thread."""
 _ALIVE = frozenset({"PROVISIONING", "STAGING", "RUNNING", "REPAIRING"})
+_STOPPING = frozenset({"PENDING_STOP", "STOPPING"})
+"""The guest may still run: a VM that Google preempts has some 30 s in this state."""
 _TIMEOUT_S = 30.0
 _SETTLE_S = 45.0
 """How long `create` waits for an allocation; what is undecided then counts as made."""
@@ -101,6 +103,8 @@ class GceProvider:
         self._places: Places[_Place] = Places(places, now)
         self._listed: Sequence[ProviderVm] = ()
         self._list_again_at = -float("inf")
+        self._deleted: set[str] = set()
+        """Names of VMs that this manager has deleted and that are not gone yet."""
         self._under_way: set[asyncio.Task[Any]] = set()
         self._log = structlog.get_logger("varuna.gce").bind(fleet=settings.fleet)
 
@@ -136,6 +140,7 @@ class GceProvider:
     async def _refresh_list(self) -> None:
         instances = await self._call(self._fetch_instances)
         self._list_again_at = self._now() + self._settings.list_every_s
+        self._deleted &= {instance.name for _, instance in instances}
         self._listed = [self._make_vm(zone, instance) for zone, instance in instances]
 
     def _fetch_instances(self) -> Sequence[tuple[str, compute_v1.Instance]]:
@@ -158,7 +163,7 @@ class GceProvider:
             machine_type=instance.machine_type.rpartition("/")[2],
             request=instance.labels.get(REQUEST_LABEL),
             price_per_hour=self._settings.price_per_hour,
-            going=instance.status not in _ALIVE,
+            going=instance.status not in (_ALIVE if instance.name in self._deleted else _ALIVE | _STOPPING),
         )
 
     # ------------------------------------------------------------ creation
@@ -182,6 +187,8 @@ class GceProvider:
                 refusal = self._places.make_refusal()
             await self._refresh_list()
         except _GoogleError as error:
+            # Google may have made what was asked for: no other place gets its name, and the next list shows it.
+            self._list_again_at = -float("inf")
             return CreatedVms(refusal=parse_error(error))
         made = tuple(vm for vm in self._listed if vm.request == request and not vm.going)
         return CreatedVms(vms=made, refusal=refusal if missing else None)
@@ -198,43 +205,57 @@ class GceProvider:
     async def _create_at(
         self, place: _Place, names: Sequence[str], request: str, before: Refusal | None
     ) -> tuple[Sequence[str], Refusal | None]:
-        """Try to make these VMs at a place; returns the names that could not be made, and why."""
+        """Try to make these VMs at a place; returns the names that could not be made, and why. Raises _GoogleError if
+        it is not known what became of one."""
         if self._places.is_doubtful(place) and len(names) > 1:
             left, refusal = await self._create_at(place, names[:1], request, before)
             if left:
                 return names, refusal
             names = names[1:]
         gate = asyncio.Semaphore(_AT_ONCE)
-        outcomes = await asyncio.gather(*(self._create_one(gate, place, name, request) for name in names))
-        refusals = [refusal for refusal in outcomes if refusal is not None]
+        creations = (self._create_one(gate, place, name, request) for name in names)
+        outcomes = await asyncio.gather(*creations, return_exceptions=True)
+        for outcome in outcomes:  # all have ended: none goes on when one has failed
+            if isinstance(outcome, BaseException):
+                raise outcome
+        refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
         if not refusals:
             self._places.note_made(place)
-        left = [name for name, refusal in zip(names, outcomes, strict=True) if refusal is not None]
+        left = [name for name, outcome in zip(names, outcomes, strict=True) if isinstance(outcome, Refusal)]
         return left, _find_worst(refusals) or before
 
     async def _create_one(self, gate: asyncio.Semaphore, place: _Place, name: str, request: str) -> Refusal | None:
-        """Why the VM was not made; None: it was, or it is not decided yet."""
+        """Why the VM was not made; None: it was, or it is not decided yet. Raises as `_insert`."""
         async with gate:
             insert = make_insert_request(self._settings, name, place, request, await self._boot_script(name))
-            try:
-                refusal = await self._call(self._insert, insert)
-            except Conflict:
-                return None  # an earlier request made it
-            except _GoogleError as error:
-                refusal = parse_error(error)
+            refusal = await self._call(self._insert, insert)
         if refusal is not None:
             self._log.info("Google made no VM", vm=name, place=place, reason=refusal.reason)
             self._places.note_refused(place, refusal)
         return refusal
 
     def _insert(self, insert: compute_v1.InsertInstanceRequest) -> Refusal | None:
-        """Blocks until Google has made the VM, refused it, or takes long."""
-        operation = self._clients.instances.insert_unary(insert, timeout=_TIMEOUT_S)
+        """Blocks until Google has made the VM, refused it, or takes long. Raises _GoogleError if it is not known
+        whether Google makes it."""
+        try:
+            operation = self._clients.instances.insert_unary(insert, timeout=_TIMEOUT_S)
+        except Conflict:
+            return None  # an earlier request made it
+        except ClientError as error:
+            return parse_error(error)
         give_up = time.monotonic() + self._settle_s
         while operation.status != compute_v1.Operation.Status.DONE and time.monotonic() < give_up:
-            operation = self._clients.operations.wait(
-                project=insert.project, zone=insert.zone, operation=operation.name, timeout=self._settle_s + _TIMEOUT_S
-            )
+            try:
+                operation = self._clients.operations.wait(
+                    project=insert.project,
+                    zone=insert.zone,
+                    operation=operation.name,
+                    timeout=self._settle_s + _TIMEOUT_S,
+                )
+            except _GoogleError:
+                if time.monotonic() < give_up:
+                    raise
+                return None  # Google holds a wait for longer than the timeout
         return parse_operation_errors(operation.error.errors) if operation.error.errors else None
 
     # ------------------------------------------------------------ deletion
@@ -247,9 +268,7 @@ class GceProvider:
             await self._refresh_list()
             wanted = set(vm_ids)
             deletions = [
-                self._call(self._delete_one, vm.id, vm.ref["zone"])
-                for vm in self._listed
-                if vm.id in wanted and not vm.going
+                self._delete_one(vm.id, vm.ref["zone"]) for vm in self._listed if vm.id in wanted and not vm.going
             ]
             outcomes = await asyncio.gather(*deletions, return_exceptions=True)
         except _GoogleError as error:
@@ -262,7 +281,12 @@ class GceProvider:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    def _delete_one(self, name: str, zone: str) -> None:
+    async def _delete_one(self, name: str, zone: str) -> None:
+        await self._call(self._request_deletion, name, zone)
+        self._deleted.add(name)
+
+    def _request_deletion(self, name: str, zone: str) -> None:
+        """Blocks."""
         try:
             self._clients.instances.delete_unary(
                 project=self._settings.project, zone=zone, instance=name, timeout=_TIMEOUT_S

@@ -6,6 +6,7 @@ goes, its VM is preempted. A file keeps the position, so that a manager that sta
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,8 @@ class ReplayProvider:
         except ValueError:
             self._hazard = None  # a trace of a single moment has no rate of preemptions
         self._played = self._load_state()
+        self._playing = asyncio.Lock()
+        """Held while the position or the nodes change, because several calls may come at the same time."""
         self._log = structlog.get_logger("varuna.replay")
 
     # ------------------------------------------------------------ Provider
@@ -95,7 +98,8 @@ class ReplayProvider:
     async def create(self, count: int, request: str) -> CreatedVms:
         await self._play_due()
         created = await self._inner.create(count, request)
-        await self._bind_nodes()
+        async with self._playing:
+            await self._bind_nodes()
         return created
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
@@ -148,16 +152,20 @@ class ReplayProvider:
 
     async def _play_due(self) -> None:
         """Play what is due. Each step is saved after it is done; repeating it changes nothing."""
-        while (due_at := self.next_change_at()) is not None and due_at <= self._now():
-            nodes = self._fleets[self._played.position % len(self._fleets)][1]
-            # Before the VMs go, so that concurrent requests do not take their places.
-            await self._inner.set_capacity(len(nodes))
-            await self._bind_nodes()
-            for node in sorted(self._played.nodes.keys() - nodes):
-                await self._preempt_node(node, self._played.nodes[node])
-            self._played.nodes = {node: vm for node, vm in self._played.nodes.items() if node in nodes}
-            self._played.position += 1
-            self._save_state()
+        async with self._playing:
+            while (due_at := self.next_change_at()) is not None and due_at <= self._now():
+                await self._play_change()
+
+    async def _play_change(self) -> None:
+        nodes = self._fleets[self._played.position % len(self._fleets)][1]
+        # Before the VMs go, so that concurrent requests do not take their places.
+        await self._inner.set_capacity(len(nodes))
+        await self._bind_nodes()
+        for node in sorted(self._played.nodes.keys() - nodes):
+            await self._preempt_node(node, self._played.nodes[node])
+        self._played.nodes = {node: vm for node, vm in self._played.nodes.items() if node in nodes}
+        self._played.position += 1
+        self._save_state()
 
     async def _preempt_node(self, node: str, vm_id: str) -> None:
         try:

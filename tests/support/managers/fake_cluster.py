@@ -86,6 +86,8 @@ class FakeCluster:
     """Status codes of the next requests of any kind."""
     creations_fail_with: ApiError | None = None
     """The answer to all creations of pods."""
+    secrets_fail_with: ApiError | None = None
+    """The answer to all creations of Secrets."""
     lost_answers: int = 0
     """How many of the next creations of pods take effect and then end without an answer."""
     schedules: bool = True
@@ -118,6 +120,8 @@ class FakeCluster:
             metadata = made.setdefault("metadata", {})
             if kind is PODS and self.creations_fail_with is not None:
                 raise self.creations_fail_with
+            if kind is SECRETS and self.secrets_fail_with is not None:
+                raise self.secrets_fail_with
             warnings = self._check_new(kind, namespace, made, strict=strict)
             name = metadata.get("name") or f"{metadata['generateName']}{uuid.uuid4().hex[:5]}"
             if (kind, namespace, name) in self.objects:

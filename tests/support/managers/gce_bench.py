@@ -6,6 +6,7 @@ operation that has to be waited for, an instance whose allocation fails is gone 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 import threading
@@ -44,10 +45,16 @@ class FakeProject:
     inserts: list[dict[str, Any]] = field(default_factory=list)
     full: frozenset[tuple[str, str]] = frozenset()
     """Machine types and zones without capacity."""
+    unknown: frozenset[tuple[str, str]] = frozenset()
+    """Machine types that do not exist in these zones."""
     granted: int | None = None
     refusal: RefusalKind = RefusalKind.CAPACITY
     is_cut_off: bool = False
     loses_answer: bool = False
+    loses_once: str = ""
+    """The end of a path: the next request for it is done, and its answer is lost."""
+    slowness_s: float = 0.0
+    """How long each wait for an operation takes."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -57,8 +64,10 @@ class FakeProject:
             return _error(403, "rateLimitExceeded", "Rate Limit Exceeded")
         if (zone, name) in self.instances:
             return _error(409, "alreadyExists", f"The resource '{name}' already exists")
-        self.inserts.append(instance)
         machine_type = instance["machineType"].rpartition("/")[2]
+        if (machine_type, zone) in self.unknown:
+            return _error(400, "invalid", f"Machine type with name '{machine_type}' does not exist in zone '{zone}'.")
+        self.inserts.append(instance)
         error: tuple[str, str] | None = None
         if (machine_type, zone) in self.full:
             error = _OPERATION_ERRORS[RefusalKind.CAPACITY]
@@ -132,6 +141,9 @@ def _make_app(gce: FakeGce) -> FastAPI:
         if project.loses_answer and request.method == "POST" and request.url.path.endswith("/instances"):
             project.is_cut_off = True
             return _error(500, "backendError", "the answer is lost")
+        if request.method == "POST" and project.loses_once and request.url.path.endswith(project.loses_once):
+            project.loses_once = ""
+            return _error(503, "backendError", "the answer is lost once")
         return response
 
     @app.post(base + "/zones/{zone}/instances")
@@ -155,6 +167,7 @@ def _make_app(gce: FakeGce) -> FastAPI:
 
     @app.post(base + "/zones/{zone}/operations/{name}/wait")
     async def wait(project: str, zone: str, name: str) -> Response:
+        await asyncio.sleep(gce.projects[project].slowness_s)
         return JSONResponse(gce.projects[project].operations[name])
 
     return app

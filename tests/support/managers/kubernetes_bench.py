@@ -46,10 +46,6 @@ def make_config(url: str, token: str = ADMIN_TOKEN) -> SingleConfig:
     )  # fmt: skip
 
 
-async def make_join_token(vm_id: str) -> str:
-    return f"token-of-{vm_id}"
-
-
 class KubernetesBench(ProviderBench):
     refusals = frozenset({RefusalKind.QUOTA, RefusalKind.THROTTLED, RefusalKind.FAILED})
     gives_notices = True
@@ -67,15 +63,21 @@ class KubernetesBench(ProviderBench):
         self.settings = settings
         self.clock = Clock()
         self._token, self._options = token, options
+        self.tokens: list[str] = []
+        """Pods for which a join token was made."""
         self.providers: list[KubernetesProvider] = []
         self.provider: KubernetesProvider = self._make()
 
     def _make(self) -> KubernetesProvider:
         api = KubernetesApi(make_config(self.server.url, self._token), self.settings.namespace)
         options = {"now": self.clock, **self._options}
-        made = KubernetesProvider(self.settings, api, ORIGIN, make_join_token, **options)
+        made = KubernetesProvider(self.settings, api, ORIGIN, self._make_join_token, **options)
         self.providers.append(made)
         return made
+
+    async def _make_join_token(self, vm_id: str) -> str:
+        self.tokens.append(vm_id)
+        return f"token-of-{vm_id}"
 
     async def catch_up(self) -> None:
         """Wait until the provider's watch has brought all that has happened."""

@@ -19,6 +19,7 @@ from migrated_stores import migrated
 from simulated_vm import Stream
 from varuna_manager.agents.reports import ReportService
 from varuna_manager.agents.sessions import AgentSession, AgentSessions
+from varuna_manager.answers.errors import UnavailableError
 from varuna_manager.controllers.fleet_controller import FleetController
 from varuna_manager.controllers.job_controller import JobController, JobControllerServices, LaunchDefaults
 from varuna_manager.controllers.job_view import SnapshotLoader
@@ -285,7 +286,11 @@ class ManagerEnd:
     async def _hello(self, stream: Stream, hello: pb.Hello) -> None:
         if stream not in self._streams:
             return
-        refusal = await self._or_death(self.fleet.admit_agent(hello))
+        try:
+            refusal = await self._or_death(self.fleet.admit_agent(hello))
+        except UnavailableError:
+            self._hung_up(stream)
+            return
         if refusal is not None:
             message = pb.ManagerMessage(refused=pb.Refused(reason=refusal))
             stream.carry("down", lambda: stream.vm.receive_message(stream, message))

@@ -16,7 +16,7 @@ from varuna_manager.agents.compute_times import ComputeTimes
 from varuna_manager.agents.report_bounds import MOST_STATE_BYTES
 from varuna_manager.agents.reports import ReportService
 from varuna_manager.agents.sessions import AgentSession, AgentSessions
-from varuna_manager.answers.errors import MissingError
+from varuna_manager.answers.errors import MissingError, UnavailableError
 from varuna_manager.api.grpc.limits import HELLO_WITHIN_S, drop_excess, find_excess, find_hello_flaw, valid_port
 from varuna_manager.api.grpc.peers import PeerCheck
 from varuna_manager.db.engine import NotLeaderError, StoreAwayError
@@ -135,7 +135,7 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
                 find_excess(first) or find_hello_flaw(first.hello) or await self._peers.find_refusal(context, vm_id)
             )
             return refusal or await self._fleet.admit_agent(first.hello)
-        except (NotLeaderError, StoreAwayError) as error:
+        except (NotLeaderError, StoreAwayError, UnavailableError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except Exception:
             self._log.exception("an agent could not be admitted: it will dial again", vm=vm_id)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
-from varuna_manager.providers.kubernetes.api import ApiRefusedError, KubernetesApi, Object
+from varuna_manager.providers.kubernetes.api import ApiAwayError, ApiRefusedError, KubernetesApi, Object
 from varuna_manager.providers.kubernetes.pod_body import POOL_LABEL, make_secret_body
 from varuna_manager.providers.kubernetes.pod_states import PodCondition, PodState, find_condition
 from varuna_manager.providers.kubernetes.pools import NodePools
@@ -16,6 +16,17 @@ from varuna_manager.providers.kubernetes.settings import KubernetesSettings
 __all__ = ["Housekeeping"]
 
 _AT_ONCE = 16
+_TOKEN_KEPT_S = 1800.0
+"""How long a token may wait for its Secret. It is valid for an hour, and then the agent has to start."""
+_PAUSE_S = 5.0
+"""Between two tries to make a pod's Secret."""
+
+
+class _RefusedSecret(NamedTuple):
+    """Why the API server did not make a pod's Secret, and when it is asked again."""
+
+    error: ApiRefusedError | ApiAwayError
+    again_at: float
 
 
 class Housekeeping:
@@ -35,11 +46,16 @@ class Housekeeping:
         self._pools = pools
         self._unix_now = unix_now
         self._with_token: set[str] = set()
+        self._unsent: dict[str, tuple[str, float]] = {}
+        """By pod: the token that is in no Secret yet, and when it was made. Each token is a row in the store."""
+        self._refused: dict[str, _RefusedSecret] = {}
         self._stuck_since: dict[str, float] = {}
         self._ended_since: dict[str, float] = {}
 
     def forget_pod(self, name: str) -> None:
         self._with_token.discard(name)
+        self._unsent.pop(name, None)
+        self._refused.pop(name, None)
         self._stuck_since.pop(name, None)
         self._ended_since.pop(name, None)
 
@@ -85,14 +101,28 @@ class Housekeeping:
         return has_node and is_pending and pod["metadata"]["name"] not in self._with_token
 
     async def _give_token(self, pod: Object) -> None:
-        name = pod["metadata"]["name"]
+        name, now = pod["metadata"]["name"], self._unix_now()
+        refused = self._refused.get(name)
+        if refused is not None and now < refused.again_at:
+            raise refused.error.with_traceback(None)  # still the trouble of this round
         try:
-            await self._api.create_secret(make_secret_body(pod, await self._join_token(name)))
-        except ApiRefusedError as error:
-            if error.reason != "AlreadyExists":
+            await self._api.create_secret(make_secret_body(pod, await self._find_token(name)))
+        except (ApiRefusedError, ApiAwayError) as error:
+            if not isinstance(error, ApiRefusedError) or error.reason != "AlreadyExists":
+                self._refused[name] = _RefusedSecret(error, now + _PAUSE_S)
                 raise
         self._with_token.add(name)
+        self._unsent.pop(name, None)
+        self._refused.pop(name, None)
         self._pools.note_granted(_pool_name(pod))
+
+    async def _find_token(self, name: str) -> str:
+        """The token of the pod's earlier tries, or a new one."""
+        text, made_at = self._unsent.get(name, ("", -float("inf")))
+        if self._unix_now() >= made_at + _TOKEN_KEPT_S:
+            text = await self._join_token(name)
+            self._unsent[name] = text, self._unix_now()
+        return text
 
     def _judge_patience(self, name: str, condition: PodCondition) -> Refusal | None:
         now, settings = self._unix_now(), self._settings

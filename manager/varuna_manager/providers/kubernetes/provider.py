@@ -204,7 +204,13 @@ class KubernetesProvider:
 
     async def _keep_house_once(self) -> None:
         """Each chore is done also when another one fails. The next round does again what failed."""
-        chores = (self._manager_objects.label_leader, self._care_for_living, self._remove_ended, self._look_at_nodes)
+        chores = (
+            self._manager_objects.label_leader,
+            self._give_tokens,
+            self._give_up_overdue,
+            self._remove_ended,
+            self._look_at_nodes,
+        )
         troubles = []
         for chore in chores:
             try:
@@ -216,10 +222,11 @@ class KubernetesProvider:
                 troubles.append(str(error))
         self._troubles = troubles
 
-    async def _care_for_living(self) -> None:
-        living = [pod for pod in self._cache.pods.values() if self._is_living(pod)]
-        await self._house.give_tokens(living)
-        for pod, refusal in self._house.find_overdue(living):
+    async def _give_tokens(self) -> None:
+        await self._house.give_tokens(self._list_living())
+
+    async def _give_up_overdue(self) -> None:
+        for pod, refusal in self._house.find_overdue(self._list_living()):
             await self._delete_fallen_out(pod, refusal.reason)
 
     async def _remove_ended(self) -> None:
@@ -262,8 +269,11 @@ class KubernetesProvider:
     def _is_living(self, pod: Object) -> bool:
         return pod["metadata"]["name"] not in self._given_up and self._find_end(pod) is None
 
+    def _list_living(self) -> Sequence[Object]:
+        return [pod for pod in self._cache.pods.values() if self._is_living(pod)]
+
     def _find_living(self, request: str) -> Sequence[Object]:
-        return [pod for pod in self._cache.pods.values() if _request_of(pod) == request and self._is_living(pod)]
+        return [pod for pod in self._list_living() if _request_of(pod) == request]
 
     async def _create_missing(self, count: int, request: str, owner: Owner | None) -> Refusal | None:
         missing = count - len(self._find_living(request))

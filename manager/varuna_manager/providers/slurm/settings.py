@@ -71,7 +71,7 @@ class SlurmSettings(BaseModel):
     log_dir: Path = Field(
         default=Path("~/varuna-slurm"), description="folder for the agents' logs, which manager and nodes share"
     )
-    list_every_s: float = Field(default=5.0, gt=0, description="time between two calls of squeue")
+    list_every_s: float = Field(default=5.0, gt=0, le=60, description="time between two calls of squeue")
 
     @field_validator("partition", "account", "qos", "constraint", "gres")
     @classmethod

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from asyncpg import DiskFullError
+from asyncpg import DiskFullError, ReadOnlySQLTransactionError
 from sqlalchemy.exc import DBAPIError
 
 from secure_world import secure_manager
-from varuna_manager.db.engine import StoreFullError, _raising_when_away
+from varuna_manager.db.engine import StoreFullError, StoreReadOnlyError, _raising_when_away
 from waiting import wait_until
 
 SPEC = {"workdir": "/tmp", "run": "true", "global_batch": 8, "env": {"WANDB_API_KEY": "k-4711"}}
@@ -65,3 +65,8 @@ def test_a_full_disk_refuses_changes_and_mends_itself(tmp_path: Path, small_disk
 def test_postgresql_says_that_its_disk_is_full_by_a_sqlstate() -> None:
     with pytest.raises(StoreFullError, match="No space left on device"), _raising_when_away():
         raise DBAPIError("INSERT", {}, DiskFullError("could not extend file: No space left on device"))
+
+
+def test_postgresql_says_that_it_takes_no_writes_by_a_sqlstate() -> None:
+    with pytest.raises(StoreReadOnlyError, match=r"in a read-only transaction.*make room"), _raising_when_away():
+        raise DBAPIError("UPDATE", {}, ReadOnlySQLTransactionError("cannot execute UPDATE in a read-only transaction"))

@@ -106,20 +106,70 @@ async def test_without_capacity_the_next_zone_and_machine_type_are_tried(bench: 
     assert (again.vms[0].ref["type"], again.vms[0].ref["zone"]) == (first, a)
 
 
-async def test_a_vm_that_stops_is_going_and_keeps_its_name(bench: GceBench) -> None:
+@pytest.mark.parametrize("request_path", ["/instances", "/wait"])
+async def test_a_vm_of_which_google_does_not_say_what_became_is_asked_for_nowhere_else(
+    bench: GceBench, request_path: str
+) -> None:
+    bench.project.loses_once = request_path
+    created = await bench.provider.create(1, "r")
+    assert list(bench.project.instances) == [("us-central1-a", "varuna-r-000")]
+    assert created.refusal is not None
+    assert (created.refusal.kind, "the answer is lost once" in created.refusal.reason) == (RefusalKind.FAILED, True)
+    assert [vm.id for vm in await bench.provider.list()] == ["varuna-r-000"], "it belongs to the fleet"
+
+
+async def test_the_other_vms_of_a_request_are_decided_before_it_ends(gce: FakeGce) -> None:
+    async with open_gce_bench(gce, list_every_s=3600.0) as bench:
+        bench.project.loses_once = "/wait"
+        assert (await bench.provider.create(6, "r")).refusal is not None
+        assert len(bench.project.inserts) == 6
+        assert len(await bench.provider.list()) == 6, "the list is newer than the request"
+
+
+async def test_an_allocation_that_takes_long_counts_as_made(bench: GceBench) -> None:
+    bench.project.slowness_s, bench.project.loses_once = 0.1, "/wait"
+    created = await bench.make_provider(settle_s=0.05).create(1, "r")
+    assert (created.refusal, [vm.id for vm in created.vms]) == (None, ["varuna-r-000"])
+
+
+async def test_what_is_wrong_in_one_zone_only_is_asked_for_in_the_next(bench: GceBench) -> None:
+    bench.project.unknown = frozenset({A100})
+    created = await bench.provider.create(1, "r")
+    assert (created.refusal, [vm.ref["zone"] for vm in created.vms]) == (None, ["us-central1-b"])
+
+
+async def test_a_vm_that_is_given_back_is_going_and_keeps_its_name(bench: GceBench) -> None:
     await bench.provider.create(2, "r")
-    bench.project.instances["us-central1-a", "varuna-r-000"]["status"] = "STOPPING"
+    await bench.provider.delete(["varuna-r-000"])
     assert {vm.id: vm.going for vm in await bench.provider.list()} == {"varuna-r-000": True, "varuna-r-001": False}
     created = await bench.provider.create(2, "r")
     assert sorted(vm.id for vm in created.vms) == ["varuna-r-001", "varuna-r-002"]
 
 
-async def test_a_vm_is_preempted_by_googles_own_simulation(bench: GceBench) -> None:
+async def test_a_vm_that_google_preempts_is_there_until_it_has_stopped(bench: GceBench) -> None:
     await bench.provider.create(2, "r")
     await bench.provider.preempt_vm("varuna-r-000", 0.0)
+    instance = bench.project.instances["us-central1-a", "varuna-r-000"]
+    assert instance["status"] == "STOPPING"
+    assert {vm.id: vm.going for vm in await bench.provider.list()} == {"varuna-r-000": False, "varuna-r-001": False}
+    instance["status"] = "TERMINATED"
     assert {vm.id: vm.going for vm in await bench.provider.list()} == {"varuna-r-000": True, "varuna-r-001": False}
     with pytest.raises(UnknownVmError, match="no VM 'varuna-r-000' in the fleet varuna"):
         await bench.provider.preempt_vm("varuna-r-000", 0.0)
+
+
+async def test_a_vm_that_gets_the_name_of_one_that_is_gone_is_preempted_with_notice_like_any(bench: GceBench) -> None:
+    await bench.provider.create(1, "r")
+    await bench.provider.delete(["varuna-r-000"])
+    bench.project.settle()
+    assert list(await bench.provider.list()) == []
+    assert [vm.id for vm in (await bench.provider.create(1, "r")).vms] == ["varuna-r-000"]
+    await bench.provider.preempt_vm("varuna-r-000", 0.0)
+    assert [vm.going for vm in await bench.provider.list()] == [False]
+
+
+async def test_only_google_itself_gives_notice(bench: GceBench) -> None:
+    await bench.provider.create(2, "r")
     with pytest.raises(UnsupportedByProviderError, match="a notice of its own"):
         await bench.provider.preempt_vm("varuna-r-001", 30.0)
 

@@ -506,6 +506,31 @@ async def test_pods_get_their_tokens_also_when_another_chore_fails(world: World)
     assert list(provider._troubles) == ['pods "outside-of-the-cluster" not found']
 
 
+async def test_while_secrets_are_refused_each_pod_keeps_its_token_and_others_are_given_up(world: World) -> None:
+    world.cluster.schedules = False
+    world.cluster.secrets_fail_with = ApiError(403, "Forbidden", "exceeded quota: secrets, limited: secrets=10")
+    second = f"varuna-{REQUEST}-001"
+    await world.bench.provider.create(2, REQUEST)
+    world.cluster.refuse_to_schedule(FIRST, "0/3 nodes are available.")
+    world.cluster.bind_pod(second)
+    for _ in range(5):
+        await world.bench.keep_house()
+    trouble = ["exceeded quota: secrets, limited: secrets=10"]
+    assert list(world.bench.provider._troubles) == trouble, "it is one trouble, which is logged once"
+    assert world.bench.tokens == [second]
+    assert world.cluster.count_requests("POST", "/secrets") == 1, "it is tried again after a pause"
+    world.now += 601
+    await world.bench.keep_house()
+    assert world.cluster.pod_names() == [second], "the other one had no node for too long"
+    assert world.bench.tokens == [second]
+    assert world.cluster.count_requests("POST", "/secrets") == 2
+    world.cluster.secrets_fail_with = None
+    world.now += 1800  # of the hour for which the token is valid
+    await world.bench.keep_house()
+    assert world.bench.tokens == [second, second]
+    assert len(world.cluster.list_objects(SECRETS)) == 1
+
+
 async def test_a_pod_of_the_users_with_the_fleets_label_does_no_harm(world: World) -> None:
     """It is adopted as a VM, as everything with the fleet's mark."""
     metadata = {"name": "by-hand", "labels": {"varuna/fleet": "varuna"}}

@@ -9,6 +9,7 @@ import signal
 import time
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 
@@ -17,6 +18,7 @@ from scripted_manager import ScriptedAgent, ScriptedManager, profile_json, start
 from varuna_manager.db.engine import Database
 from varuna_manager.world.pasts import read_lives_summary
 from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.v1 import agent_pb2_grpc
 from waiting import DEADLINE_S, until
 
 
@@ -510,12 +512,14 @@ async def test_secrets_are_read_for_each_launch_and_go_nowhere_else(
     assert not [text for text in shown if b"zebra-sesame" in text]
 
 
-async def test_an_unknown_vm_is_refused(manager: ScriptedManager) -> None:
+async def test_a_vm_that_is_not_listed_yet_is_to_dial_again(manager: ScriptedManager) -> None:
     await manager.start()
-    stranger = ScriptedAgent(manager.grpc, "stranger", 20_000)
-    manager.agents["stranger"] = stranger
-    await stranger.connect()
-    assert "none of this manager's" in stranger.commands("refused")[0].reason
+    hello = pb.AgentMessage(hello=pb.Hello(vm_id="stranger", incarnation="first", host="127.0.0.1", gpus=1))
+    async with grpc.aio.insecure_channel(manager.grpc) as channel:
+        call = agent_pb2_grpc.AgentServiceStub(channel).Connect(iter([hello]))
+        with pytest.raises(grpc.aio.AioRpcError, match="no provider lists VM 'stranger' yet") as raised:
+            await anext(aiter(call))
+    assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
 async def test_events_stream_from_where_the_reader_was(manager: ScriptedManager) -> None:

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import make_url, select, text, update
 
 from cuttable_postgres import PostgresLine, postgres_line
 from migrated_stores import migrated_postgres
-from varuna_manager.db.engine import Database, NotLeaderError, StoreAwayError
+from varuna_manager.db.engine import Database, NotLeaderError, StoreAwayError, StoreReadOnlyError
 from varuna_manager.db.models import EventRow, LeadershipRow
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.leadership import Candidate, Leader, Leadership, Standing, Term, connection_name
@@ -61,6 +61,18 @@ class Rivals:
         """By the store's clock."""
         async with self.database().write() as session:
             await session.execute(update(LeadershipRow).values(expires_at=0.0))
+
+    async def make_read_only(self, value: bool) -> None:
+        """As a managed server does when its disk is nearly full: connections that are made from now on cannot write."""
+        name = make_url(self.url).database
+        async with self.database().write() as session:
+            await session.execute(text("SET TRANSACTION READ WRITE"))
+            await session.execute(text(f"ALTER DATABASE {name} SET default_transaction_read_only = {value}"))
+
+    async def end_connections(self) -> None:
+        query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+        async with self.database().read() as session:
+            await session.execute(text(f"{query} AND pid <> pg_backend_pid()"))
 
 
 @pytest.fixture
@@ -210,6 +222,29 @@ async def test_a_transaction_under_way_is_waited_for_where_its_connection_cannot
         await note(store, "late")
     await note(successor, "after")
     assert await messages(successor) == ["in time", "after"], "their numbers grow in the order of the commits"
+
+
+async def test_a_store_that_cannot_be_written_for_a_while_is_away_for_its_leader_and_can_be_read(
+    rivals: Rivals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leadership = rivals.candidate("patient")
+    term, store = await rivals.leads(leadership)
+    await note(store, "before")
+    await rivals.make_read_only(True)
+    await rivals.end_connections()
+    with pytest.raises(StoreReadOnlyError, match="read-only transaction"):
+        await note(store, "meanwhile")
+    assert await messages(store) == ["before"]
+    await term.release_lease()  # it lapses by itself
+    with pytest.raises(StoreReadOnlyError):
+        await leadership.run_for_leader()
+    await rivals.make_read_only(False)
+    _, successor = await rivals.leads(leadership)
+    await note(successor, "after")
+    assert await messages(successor) == ["before", "after"]
+    output = capsys.readouterr().out
+    assert "the lease is not released" in output
+    assert "Traceback" not in output
 
 
 async def test_a_store_that_is_away_is_told_of_once_and_the_lease_is_renewed_when_it_is_back(

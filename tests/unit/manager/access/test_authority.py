@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 import threading
@@ -15,7 +16,15 @@ import pytest
 import trustme
 from cryptography import x509
 
-from varuna_manager.access.authority import AgentSubject, Authority, AuthorityError, open_authority, read_agent_subject
+from varuna_manager.access import server_tls
+from varuna_manager.access.authority import (
+    AgentSubject,
+    Authority,
+    AuthorityError,
+    open_authority,
+    read_agent_subject,
+    write_private_file,
+)
 from varuna_manager.access.server_tls import OperatorFiles, ServerTls
 from varuna_manager.server.security import server_names
 from varuna_manager.settings import ManagerSettings
@@ -51,6 +60,20 @@ def shown_by(tls: ServerTls, ca_pem: bytes | str, name: str = "localhost") -> x5
         here.close()
         thread.join()
         there.close()
+
+
+def fill_disk_once(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The next file for OpenSSL cannot be written. Returns what was to be written, from then on."""
+    written: list[bytes] = []
+
+    def fail_first(path: Path, content: bytes) -> None:
+        written.append(content)
+        if len(written) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_private_file(path, content)
+
+    monkeypatch.setattr(server_tls, "write_private_file", fail_first)
+    return written
 
 
 def test_an_authority_is_made_once(tmp_path: Path) -> None:
@@ -114,6 +137,37 @@ async def test_the_managers_certificate_is_renewed_in_time(authority: Authority,
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert list(tmp_path.glob("server.pem*")) == []  # no key stays on the disk
+
+
+async def test_a_disk_that_is_full_for_a_moment_does_not_end_the_renewal(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ServerTls(authority, ["localhost"], tmp_path, life=timedelta(seconds=0.3))
+    written = fill_disk_once(monkeypatch)
+    keeping = asyncio.create_task(tls.run())
+    await until(lambda: len(written) >= 3 or keeping.done(), "certificates after the failure")
+    assert not keeping.done(), keeping.exception()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    pair = tls.find_pair()
+    assert written[-1] == pair.key_pem + pair.certificate_pem
+
+
+def test_a_certificate_that_could_not_be_loaded_is_loaded_once_it_can_be(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ServerTls(authority, ["localhost"], tmp_path, life=HOUR)
+    written = fill_disk_once(monkeypatch)
+    tls._load()
+    assert written == [], "its key is on the disk no more often than it has to be"
+    tls._pair = authority.make_server_pair(["localhost"], HOUR)
+    with pytest.raises(OSError, match="No space left"):
+        tls._load()
+    tls._load()
+    tls._load()
+    assert len(written) == 2
+    serial = x509.load_pem_x509_certificate(tls.find_pair().certificate_pem).serial_number
+    assert shown_by(tls, authority.ca_pem).serial_number == serial
 
 
 @pytest.mark.long
