@@ -32,7 +32,6 @@ from varuna_agent.state import instructions as ins
 from varuna_agent.workers.memory_files import KeptFile, MemoryFiles
 from varuna_agent.workers.processes import ProcessEnd, ProcessNotStartedError, WorkerProcesses
 from varuna_agent.workers.rendezvous_ports import RendezvousPorts
-from varuna_agent.workers.stacks import NoStacksError
 from varuna_agent.workers.worker_starter import WorkerHost, WorkerStarter
 from varuna_proto.environment import memory_socket
 from varuna_proto.failpoints import failpoint
@@ -144,7 +143,8 @@ class AgentRunner:
         finally:
             self._finished.cancel()
             await self._close()
-        for notice_id in self._pending_notices if code == 0 else ():
+        # A signal may only replace this process: the VM stays for the next one, and for the memory that it gets.
+        for notice_id in self._pending_notices if self._state.is_drained else ():
             await self._notice_source.acknowledge_notice(notice_id)
         return code
 
@@ -351,8 +351,8 @@ class AgentRunner:
     async def _send_stacks(self, request_id: str, key: WorkerKey, pid: int) -> None:
         try:
             dump = make_stack_dump(request_id, key, text=await self._processes.read_stacks(key, pid))
-        except NoStacksError as error:
-            dump = make_stack_dump(request_id, key, error=str(error))
+        except Exception as error:  # a worker that cannot be examined must not end the agent and all other workers
+            dump = make_stack_dump(request_id, key, error=str(error) or repr(error))
         self._manager.send_message(dump)
 
     # ------------------------------------------------------------ sources of events

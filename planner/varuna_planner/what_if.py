@@ -5,18 +5,23 @@ Letters: K sections, P stages, D replicas, N micro-batches of the busiest replic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from varuna_planner.cutting import balance as cutting
-from varuna_planner.cutting.balance import NetworkCosts
+from varuna_planner.cutting._tables import LEVELS
+from varuna_planner.cutting.balance import NetworkCosts, SectionTables
 from varuna_planner.cutting.pipeline import Pipeline
+from varuna_planner.cutting.typed_cut import fit_stages
+from varuna_planner.memory import human, usable_bytes
 from varuna_planner.profile.document import Profile
 from varuna_planner.schedule.batching import count_micro_batches, micro_batch_sizes, micro_batches
 from varuna_planner.schedule.policies import Policy
-from varuna_planner.search.auto_config import Pins, choose_plan
+from varuna_planner.search._enumerate import most_run_ahead
+from varuna_planner.search.auto_config import Pins, choose_plan, make_search_limits
 from varuna_planner.simulator.simulation import Jitter, Simulation, lower_bound, simulate
 
 __all__ = ["SimulatedPlan", "SimulationRequest", "simulate_plan"]
@@ -80,26 +85,32 @@ class SimulatedPlan:
 def simulate_plan(question: SimulationRequest) -> SimulatedPlan:
     """Simulates a plan as the planner does, with the changes of the request.
 
-    Raises ValueError naming the value that is out of range, or saying why the planner finds no such plan.
+    Memory decides what the request leaves open of stages, run-ahead and recompute, and nothing where it has all three.
+    Raises ValueError naming the value that is out of range, or saying why there is no such plan.
     """
     _check(question)
-    stage_starts, run_ahead, recompute = _plan(question)
-    profile, m = question.profile, question.micro_batch
-    sections = cutting.section_tables(profile, [(m, micro_batch_sizes(question.global_batch, m)[-1])])
+    profile, m, K = question.profile, question.micro_batch, len(question.profile.sections)
+    sizes = [(m, micro_batch_sizes(question.global_batch, m)[-1])]
+    sections = cutting.section_tables(profile, sizes, sums_gradients=question.d > 1)
     net = cutting.make_network_costs(profile, gpus=question.p * question.d, gpus_per_vm=question.gpus_per_vm)
-    net = _slower(net, question.network_scale, one_vm=question.p * question.d <= question.gpus_per_vm)
-    bounds = np.array([*stage_starts, len(profile.sections)], dtype=np.int64)
     N = len(micro_batches(question.global_batch, m, question.d)[0])
-    pipeline = cutting.make_pipeline(sections, net, bounds, np.array(recompute), N=N, d=question.d)
-    runs = _simulate(question, pipeline, run_ahead)
+
+    def make_pipeline(stages: _Stages, net: NetworkCosts) -> Pipeline:
+        bounds = np.array([*stages.starts, K], dtype=np.int64)
+        return cutting.make_pipeline(sections, net, bounds, np.array(stages.recompute), N=N, d=question.d)
+
+    stages = _choose_stages(question, sections, N, lambda stages: make_pipeline(stages, net))
+    slower = _slower(net, question.network_scale, one_vm=question.p * question.d <= question.gpus_per_vm)
+    pipeline = make_pipeline(stages, slower)
+    runs = _simulate(question, pipeline, stages.run_ahead)
     return SimulatedPlan(
         minibatch_us=float(np.mean([makespan for makespan, _ in runs])),
         bubble_fraction=float(np.mean([bubble_fraction(run) for _, run in runs])),
         stash_max=max(max(run.stash) for _, run in runs),
         lower_bound_us=lower_bound(pipeline, split_backward=question.policy is Policy.ZERO_BUBBLE),
-        stage_starts=stage_starts,
-        run_ahead=run_ahead,
-        recompute=recompute,
+        stage_starts=stages.starts,
+        run_ahead=stages.run_ahead,
+        recompute=stages.recompute,
         pipeline=pipeline,
         simulation=runs[0][1],
     )
@@ -140,27 +151,70 @@ def _simulate(question: SimulationRequest, pipeline: Pipeline, run_ahead: int) -
     return runs
 
 
-def _plan(question: SimulationRequest) -> tuple[tuple[int, ...], int, tuple[bool, ...]]:
-    """(first section of each stage, run-ahead, recompute per stage), as given or as the planner chooses."""
+class _Stages(NamedTuple):
+    starts: tuple[int, ...]
+    """First section of each."""
+    run_ahead: int
+    recompute: tuple[bool, ...]
+
+
+def _choose_stages(
+    question: SimulationRequest, sections: SectionTables, N: int, make_pipeline: Callable[[_Stages], Pipeline]
+) -> _Stages:
+    """The stages as given; what the request leaves open is as the planner chooses it. Raises ValueError."""
+    starts, run_ahead, recompute = question.stage_starts, question.run_ahead, question.recompute
+    if starts is not None and run_ahead is not None and recompute is not None:
+        return _Stages(starts, run_ahead, recompute)
     # A policy that cannot run is a variant of the work-conserving one.
     policy = question.policy if question.policy.executable else Policy.WORK_CONSERVING
-    choice = choose_plan(
-        question.profile,
-        gpus=question.p * question.d,
-        global_batch=question.global_batch,
-        device_memory_bytes=question.device_memory_bytes,
-        gpus_per_vm=question.gpus_per_vm,
-        pins=Pins(p=question.p, d=question.d, micro_batch=question.micro_batch),
-        policy=policy,
-    )
-    if choice.best is None:
-        raise ValueError(choice.reason)
-    best = choice.best
-    return (
-        question.stage_starts or best.stage_starts,
-        best.run_ahead if question.run_ahead is None else question.run_ahead,
-        best.recompute if question.recompute is None else question.recompute,
-    )
+    if starts is None:
+        choice = choose_plan(
+            question.profile,
+            gpus=question.p * question.d,
+            global_batch=question.global_batch,
+            device_memory_bytes=question.device_memory_bytes,
+            gpus_per_vm=question.gpus_per_vm,
+            pins=Pins(p=question.p, d=question.d, micro_batch=question.micro_batch),
+            policy=policy,
+        )
+        if choice.best is None:
+            raise ValueError(choice.reason)
+        starts = choice.best.stage_starts
+        if run_ahead is None and recompute is None:
+            return _Stages(starts, choice.best.run_ahead, choice.best.recompute)
+    found = _fit_stages(question, starts, sections, policy, N)
+    return min(found, key=lambda one: simulate(make_pipeline(one), policy, run_ahead=one.run_ahead).makespan_us)
+
+
+def _fit_stages(
+    question: SimulationRequest, starts: tuple[int, ...], sections: SectionTables, policy: Policy, N: int
+) -> list[_Stages]:
+    """These stages with each amount of room for run-ahead that the planner tries and that memory allows, the least
+    first. Raises ValueError if it allows none."""
+    P, usable = question.p, usable_bytes(question.device_memory_bytes)
+    limits = make_search_limits(question.profile, usable, policy)
+    most = most_run_ahead(limits, P, N)
+    rooms = [min(level * P, most) for level in range(LEVELS)]
+    if question.run_ahead is not None:
+        rooms, most = [question.run_ahead], question.run_ahead
+    bounds = np.array([*starts, len(question.profile.sections)], dtype=np.int64)
+    fitted = [
+        fit_stages(
+            sections, bounds, [usable] * P, limits=limits, N=N, room=room, most=most, recompute=question.recompute
+        )
+        for room in rooms
+    ]
+    needed = fitted[0].needed_bytes
+    if max(needed) > usable:
+        stage = needed.index(max(needed))
+        raise ValueError(
+            f"stages {','.join(map(str, starts))}: stage {stage} needs {human(needed[stage])} with a run-ahead of "
+            f"{rooms[0]}, and a device has {human(usable)} to give: use other stages, recompute, devices with more "
+            "memory, or a smaller micro-batch"
+        )
+    fitting = (one for one in fitted if max(one.needed_bytes) <= usable)
+    stages = (_Stages(starts, one.run_ahead, tuple(bool(flag) for flag in one.recompute)) for one in fitting)
+    return list(dict.fromkeys(stages))
 
 
 def _slower(net: NetworkCosts, scale: float, *, one_vm: bool) -> NetworkCosts:

@@ -26,7 +26,7 @@ async def read_log_chunks(vm_dir: Path, vm_id: str, request: agent_pb2.FetchLogs
     except FileNotFoundError:
         text = f"no log of {key} on VM {vm_id}: its process has not started yet"
         return [agent_pb2.LogChunk(request_id=request.request_id, last=True, error=text)]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the VM has no thread left
         text = f"no log of {key} on VM {vm_id}: {error}"
         return [agent_pb2.LogChunk(request_id=request.request_id, last=True, error=text)]
     return list(_cut(log_slice, request.request_id))

@@ -44,7 +44,6 @@ from varuna_agent.state.newcomers import HostedNewcomer
 from varuna_agent.state.reporter import Reporter
 from varuna_agent.state.survivors import Survivor
 from varuna_agent.state.worker_key import WorkerKey
-from varuna_proto.bounds import NAME_CHARS, clean_text
 from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2
 
@@ -88,6 +87,7 @@ class _Departure:
     reason: str
     code: int
     linger_s: float
+    is_drain: bool = False
 
 
 _MAX_SEEN_JOBS = 1000
@@ -126,7 +126,6 @@ class AgentState:
         self._warming: frozenset[str] = frozenset()
         self._warm: frozenset[str] = frozenset()
         self._preparations = FolderPreparations()
-        self._notices: set[str] = set()
         self._no_launches = ""
         self._departure: _Departure | None = None
         self._exit_at: float | None = None
@@ -180,6 +179,11 @@ class AgentState:
         return self._departure is not None
 
     @property
+    def is_drained(self) -> bool:
+        """Whether the agent exits because the manager gives this VM up, and not because of a signal or a refusal."""
+        return self._departure is not None and self._departure.is_drain
+
+    @property
     def warm_jobs(self) -> frozenset[str]:
         """The jobs whose workers would start at once."""
         return self._warm
@@ -228,7 +232,7 @@ class AgentState:
                 self._rendezvous_port = port
                 yield from self._send_heartbeat(now)
             case NoticeReceived():
-                yield from self._report_notice(event)
+                yield from self._reports.add_notice(event, now)
             case StreamOpened():
                 self._conversation.open_stream(now)
                 yield SendMessage(agent_pb2.AgentMessage(hello=self._make_hello()))
@@ -254,7 +258,7 @@ class AgentState:
         match message.WhichOneof("body"):
             case "welcome":
                 self._conversation.accept_welcome(message.welcome, now)
-                yield from self._reports.resend_all()
+                yield from self._reports.resend_all(now)
                 yield from self._handle_tick(now)
             case "ack":
                 self._conversation.renew_lease(message.ack.heartbeat_sequence)
@@ -434,7 +438,7 @@ class AgentState:
     def _handle_drain(self, reason: str, now: float) -> Iterator[Instruction]:
         reason = f"draining: {reason or 'the manager ordered it'}"
         self._no_launches = self._no_launches or reason
-        self._departure = self._departure or _Departure(reason, 0, self._timings.drain_linger_s)
+        self._departure = self._departure or _Departure(reason, 0, self._timings.drain_linger_s, is_drain=True)
         yield from self._workers.cancel_waiting(reason, now)
         yield from self._workers.keep_no_survivors(reason, now)
 
@@ -465,20 +469,6 @@ class AgentState:
             self._seen,
             rendezvous_port=self._rendezvous_port,
             first_report=self._reports.outbox.first_report,
-        )
-
-    def _report_notice(self, notice: NoticeReceived) -> Iterator[Instruction]:
-        if notice.notice_id in self._notices:
-            return
-        self._notices.add(notice.notice_id)
-        yield from self._reports.add_report(
-            agent_pb2.Report(
-                preemption_notice=agent_pb2.PreemptionNotice(
-                    notice_id=clean_text(notice.notice_id, NAME_CHARS),
-                    seconds_left=notice.seconds_left,
-                    source=clean_text(notice.source, NAME_CHARS),
-                )
-            )
         )
 
     # ------------------------------------------------------------ time

@@ -30,6 +30,10 @@ from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _NO_USE = StateUse()
+_MOST_QUIET = 64
+_MOST_COPIES = 4096
+"""Bounds on the ranks that a worker names as quiet, of which one is enough, and on the copies that it says it has. Its
+health is in each heartbeat, and the manager ends the stream of an agent whose heartbeats are too large."""
 
 
 class HostedWorkers:
@@ -319,7 +323,11 @@ class HostedWorkers:
         if self._newcomers.is_newcomer(key):
             self._newcomers.handle_process_end(key, reason)
             return
-        worker = self._by_key[key]
+        worker = self._by_key.get(key)
+        if worker is None:  # a survivor: how it has ended could not be found out, and does not matter
+            if self._survivors.remove_survivor(key):
+                yield from self._start_waiting(now)
+            return
         cause = agent_pb2.EXIT_CAUSE_LAUNCH_REFUSED if worker.takes_process else agent_pb2.EXIT_CAUSE_LAUNCH_FAILED
         exited = worker.make_unstarted_exit(cause, reason)
         yield from self._remove_worker(worker, exited, WorkerStimulus.EXIT, now)
@@ -444,7 +452,8 @@ class HostedWorkers:
                 worker.health.ahead_step = message.sent_ahead.step
                 self._reports.hasten_heartbeat(now)
             case "unreached":
-                worker.unreached = message.unreached
+                error = clean_text(message.unreached.error, NAME_CHARS)
+                worker.unreached = agent_pb2.Unreached(rank=message.unreached.rank, error=error)
             case "script_obstacle":
                 worker.script_obstacle = clean_text(message.script_obstacle.reason, NAME_CHARS)
             case "failure":
@@ -469,7 +478,7 @@ class HostedWorkers:
         was_quiet = list(worker.health.quiet_ranks)
         worker.health.waiting_for = waiting.waiting_for
         del worker.health.quiet_ranks[:]
-        worker.health.quiet_ranks.extend(waiting.quiet_ranks)
+        worker.health.quiet_ranks.extend(waiting.quiet_ranks[:_MOST_QUIET])
         if list(worker.health.quiet_ranks) != was_quiet:
             self._reports.hasten_heartbeat(now)
 
@@ -503,7 +512,7 @@ class HostedWorkers:
             yield from self._start_waiting(now)
             return
         held = agent_pb2.HeldState(
-            step=left.step, bytes=left.held_bytes, gives_only=left.gives_only, copies=left.copies
+            step=left.step, bytes=left.held_bytes, gives_only=left.gives_only, copies=left.copies[:_MOST_COPIES]
         )
         self._survivors.add_survivor(worker, held, now)
         if worker.start.rendezvous_port:

@@ -10,9 +10,9 @@ from varuna_proto.v1 import agent_pb2
 class ReportOutbox:
     """Keeps reports in order, from number 1. Steps and logged values wait apart and go into as few reports as possible.
 
-    A report that may have been sent never changes, because the manager ignores a number that it has stored. So steps
-    are numbered late: when they can be sent, or when a later report must follow them. That bounds the outbox while
-    the manager is away, whatever the rate of steps.
+    A report that may have been sent never changes, because the manager ignores a number that it has stored; only a
+    notice says how much time is left of it then. So steps are numbered late: when they can be sent, or when a later
+    report must follow them. That bounds the outbox while the manager is away, whatever the rate of steps.
 
     Args:
         window: steps go into no new report while this many reports are unacknowledged.

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 
 from varuna_agent.state import messages
 from varuna_agent.state.conversation import Conversation
+from varuna_agent.state.events import NoticeReceived
 from varuna_agent.state.instructions import Instruction, SendMessage
 from varuna_agent.state.report_outbox import ReportOutbox
 from varuna_agent.state.worker_key import WorkerKey
-from varuna_proto.bounds import logged_name_flaw
+from varuna_proto.bounds import NAME_CHARS, clean_text, logged_name_flaw
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _HASTENED_APART = 0.25
 """Heartbeats that workers cause are at least this part of the interval apart, however often they report."""
+_EARLIER_S = 1.0
+"""A notice that comes again with the same deadline differs by less."""
 
 
 class Reporter:
@@ -23,6 +26,8 @@ class Reporter:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
         self.outbox = ReportOutbox()
+        self._deadlines: dict[str, float] = {}
+        """When the VM goes, by notice."""
 
     @property
     def can_send(self) -> bool:
@@ -36,6 +41,18 @@ class Reporter:
         self.outbox.add_report(report)
         if self.can_send:
             yield SendMessage(messages.make_report_message(report))
+
+    def add_notice(self, notice: NoticeReceived, now: float) -> Iterator[Instruction]:
+        """Report a notice, once, unless it comes again with an earlier deadline."""
+        notice_id = clean_text(notice.notice_id, NAME_CHARS)
+        deadline, known = now + notice.seconds_left, self._deadlines.get(notice_id)
+        if known is not None and deadline >= known - _EARLIER_S:
+            return
+        self._deadlines[notice_id] = deadline
+        fact = agent_pb2.PreemptionNotice(
+            notice_id=notice_id, seconds_left=notice.seconds_left, source=clean_text(notice.source, NAME_CHARS)
+        )
+        yield from self.add_report(agent_pb2.Report(preemption_notice=fact))
 
     def add_step(self, key: WorkerKey, result: agent_pb2.StepResult) -> None:
         """Keep the step for the next `send_steps`."""
@@ -54,6 +71,9 @@ class Reporter:
             if self.can_send:
                 yield SendMessage(messages.make_report_message(report))
 
-    def resend_all(self) -> Iterator[Instruction]:
+    def resend_all(self, now: float) -> Iterator[Instruction]:
         for report in self.outbox.unacknowledged:
+            if report.HasField("preemption_notice"):
+                notice = report.preemption_notice
+                notice.seconds_left = max(self._deadlines[notice.notice_id] - now, 0.0)
             yield SendMessage(messages.make_report_message(report))

@@ -259,7 +259,10 @@ class WorkerProcesses:
         exit_code = await self._run_guard(running, confinement)
         if exit_code == 0:
             return ProcessEnd(exit_code, "")
-        tail = await asyncio.to_thread(log_files.read_tail, running.spec.log)
+        try:
+            tail = await asyncio.to_thread(log_files.read_tail, running.spec.log)
+        except (OSError, RuntimeError) as error:  # no descriptor or thread left: the worker has ended all the same
+            tail = f"its log cannot be read: {error}"
         if spec.limits.memory_bytes and self._count_memory_kills(spec) > kills_before:
             tail += (
                 f"\n{KERNEL_KILL}: together they reached its memory limit of "

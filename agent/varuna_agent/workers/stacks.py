@@ -112,5 +112,6 @@ def _describe_state(pid: int) -> str:
 
 def _read_status(pid: int) -> dict[str, str]:
     """The fields of /proc/PID/status. Raises OSError."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    # A process gives itself any bytes for a name.
+    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -150,7 +150,7 @@ class WarmProcess:
         return self.is_ready
 
     async def fork_worker(self, environment: Mapping[str, str], fds: Sequence[int]) -> bool:
-        """Let it fork a worker with this environment. False: it has ended, and the worker must start in another way.
+        """Let it fork a worker with this environment. False: it has not, and the worker must start in another way.
 
         Args:
             fds: life, status, log and stacks; the process gets duplicates, and these stay open here.
@@ -158,22 +158,28 @@ class WarmProcess:
         request = json.dumps(dict(environment)).encode()
         try:
             async with self._one_at_a_time:
-                await asyncio.to_thread(self._request_fork, request, fds)
+                obstacle = await asyncio.to_thread(self._request_fork, request, fds)
         except OSError as error:
-            _log.warning("no worker from the warmed process: it starts without", error=str(error))
+            obstacle = str(error)
             self.is_ready, self.is_over = False, True  # not closed: it may have workers
-        return self.is_ready
+        if obstacle:
+            _log.warning("no worker from the warmed process: it starts without", error=obstacle)
+        return self.is_ready and not obstacle
 
-    def _request_fork(self, request: bytes, fds: Sequence[int]) -> None:
-        """Raises OSError when there is no answer."""
+    def _request_fork(self, request: bytes, fds: Sequence[int]) -> str:
+        """Why it cannot fork now; empty: it has. Raises OSError when there is no answer."""
         go_read, go_write = os.pipe()
         try:
             self._socket.settimeout(_ANSWER_S)
             socket.send_fds(self._socket, [len(request).to_bytes(8, "big")], [*fds, go_read])
             self._socket.sendall(request)
-            if not self._socket.recv(1):
+            answer = self._socket.recv(1)
+            if not answer:
                 raise ConnectionError("it has ended")
+            if answer != b"\n":
+                return f"it cannot fork: {os.strerror(answer[0])}"
             os.write(go_write, b"\n")  # without it, a fork that comes too late ends: there must not be two workers
+            return ""
         finally:
             os.close(go_read)
             os.close(go_write)

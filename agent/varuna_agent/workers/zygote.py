@@ -2,16 +2,18 @@
 
     PYTHON zygote.py SOCKET_FD SCRIPT ARGUMENTS...      or      PYTHON zygote.py SOCKET_FD -m MODULE ARGUMENTS...
 
-It writes a line to the socket when it is ready, and one for each forked worker. A request is eight bytes of length,
-sent with the file descriptors (life, status, log, stacks, go), then a JSON object: the worker's whole environment. For
-each request it forks a guard, which forks the worker once the agent has written a byte to `go`, and ends if the agent
-closes that instead, because it no longer waits for the answer; the worker runs the script as `python SCRIPT
-ARGUMENTS...` does. The process ends when the agent closes the socket.
+It writes a line to the socket when it is ready. A request is eight bytes of length, sent with the file descriptors
+(life, status, log, stacks, go), then a JSON object: the worker's whole environment. For each request it forks a guard
+and answers with a byte: a line feed, or, if it cannot fork, the number of the system's error. The guard forks the
+worker once the agent has written a byte to `go`, and ends if the agent closes that instead, because it no longer waits
+for the answer; the worker runs the script as `python SCRIPT ARGUMENTS...` does. The process ends when the agent closes
+the socket.
 
 Nothing here may start a thread or touch a device, because neither survives a fork. Standard library only, like the
 guard.
 """
 
+import errno
 import faulthandler
 import gc
 import importlib
@@ -61,13 +63,18 @@ def _serve(agent: socket.socket, guard: ModuleType) -> bool:
         if len(head) < 8:
             return False
         environment = json.loads(_read(agent, int.from_bytes(head, "big")))
-        if os.fork() == 0:
+        answer = b"\n"
+        try:
+            is_child = os.fork() == 0
+        except OSError as error:  # no process or memory left: the workers that train would end with this process
+            is_child, answer = False, bytes([error.errno or errno.EAGAIN])
+        if is_child:
             agent.close()
             _become_worker(environment, fds, guard)
             return True
         for fd in fds:
             os.close(fd)
-        agent.sendall(b"\n")
+        agent.sendall(answer)
 
 
 def _read(agent: socket.socket, size: int) -> bytes:

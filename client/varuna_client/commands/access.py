@@ -84,7 +84,8 @@ def audit(
         entries = client.audit(after=after)
     table = Table("id", "at", "who", "role", "from", "call", "answer", box=None)
     for entry in entries:
-        cells = (entry["at"], entry["who"], entry["role"] or "–", entry["address"], entry["action"])
+        action = " ".join(entry["action"].splitlines())  # a path may have line feeds in it
+        cells = (entry["at"], entry["who"], entry["role"] or "–", entry["address"], action)
         table.add_row(str(entry["id"]), *cells, str(entry["status"] or "not known"))
     print_document(entries, table, as_json)
 

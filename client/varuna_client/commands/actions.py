@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from varuna_client.commands.options import (
@@ -17,6 +16,7 @@ from varuna_client.commands.options import (
     ManagerUrl,
     VmName,
     connect,
+    make_console,
     print_document,
     print_error,
     print_line,
@@ -126,7 +126,8 @@ def drain(
     manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take a VM out of use: its workers finish their step and save, then its provider gets it back.
+    """Take a VM out of use: its workers finish their step, save what no other VM holds, and leave; its provider gets it
+    back.
 
     Your own host stays cordoned when its agent returns: `varuna uncordon` puts it back into use.
     """
@@ -204,7 +205,7 @@ def watch_to_end(client: Client, job: JobDocument, after: int, *, as_json: bool)
 
 def _watch(client: Client, job: JobDocument, after: int, *, as_json: bool) -> None:
     watched = WatchedJob(job)
-    console = Console(highlight=False)
+    console = make_console()
     view = LiveWatch(watched, console) if console.is_terminal and not as_json else LineWatch(watched, as_json=as_json)
     with view:
         for item in follow_job(client, job["id"], after=after):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from varuna_client.config import find_config
@@ -20,6 +22,8 @@ PLAIN_WIDTH = 160
 _NO_LIMIT = 10_000
 """Columns of plain output, in which each row is one line."""
 _COMPLETION_S = 2.0
+_COMMANDS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
+"""The characters that begin a terminal's commands: all control characters but tab and line feed."""
 
 __all__ = [
     "DEFAULT_URL",
@@ -94,22 +98,35 @@ def connect_async(url: str | None) -> AsyncClient:
     return AsyncClient(config.manager_url.value, token=config.token.value, ca=config.ca.value)
 
 
+class _Console(Console):
+    """Shows texts as they are. Scripts, VMs and callers write some of them: no bracket in them is a style, no word
+    between colons is a picture, and no character is a command to the terminal."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            # Segments with `control` are rich's own commands.
+            yield segment if segment.control else segment._replace(text=segment.text.translate(_COMMANDS))
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """A console for the present standard output (or error)."""
-    out = Console(highlight=False, stderr=stderr)
-    return out if out.is_terminal else Console(highlight=False, stderr=stderr, width=PLAIN_WIDTH)
+    out = _Console(stderr=stderr)
+    return out if out.is_terminal else _Console(stderr=stderr, width=PLAIN_WIDTH)
 
 
 def render_plain(text: RenderableType) -> str:
     """Render as plain text, without colours, folding or cutting."""
     out = io.StringIO()
-    Console(file=out, highlight=False, width=_NO_LIMIT, color_system=None, force_terminal=False).print(text)
+    _Console(file=out, width=_NO_LIMIT, color_system=None, force_terminal=False).print(text)
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 
 
 def print_text(text: RenderableType) -> None:
     """Print for people: fitted to the terminal, or as plain text to a file or another command."""
-    console = Console(highlight=False)
+    console = make_console()
     if console.is_terminal:
         console.print(text)
     else:
@@ -119,7 +136,7 @@ def print_text(text: RenderableType) -> None:
 
 def print_note(text: str) -> None:
     """Print a remark on standard error."""
-    Console(highlight=False, stderr=True).print(Text(text, style="dim"), soft_wrap=True)
+    make_console(stderr=True).print(Text(text, style="dim"), soft_wrap=True)
 
 
 def print_error(error: VarunaError) -> None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from varuna_client.commands.options import AsJson, ManagerUrl, connect, print_document
+from varuna_client.commands.options import AsJson, ManagerUrl, connect, make_console, print_document
 from varuna_client.errors import RefusedError, UnreachableError
 from varuna_client.rest.client import Client
 from varuna_client.text import render
@@ -78,7 +78,7 @@ class Snapshot:
 def top(manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
     """Show jobs that are not over and VMs, redrawn each second; q or Ctrl-C ends it. Without a terminal: once."""
     with connect(manager_url) as client:
-        console = Console(highlight=False)
+        console = make_console()
         snapshot = _take_snapshot(client)
         if as_json or not console.is_terminal:
             print_document(snapshot.to_document(), snapshot.render(datetime.now(UTC)), as_json)

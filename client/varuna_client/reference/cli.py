@@ -88,7 +88,10 @@ def _commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 def _section(name: str, command: Any) -> str:
     context = typer.Context(command, info_name=name)
     arguments = [each for each in command.params if each.param_type_name == "argument"]
-    usage = " ".join([PROGRAM, name, *(_usage(each) for each in arguments), "[OPTIONS]"])
+    words = [_usage(each) for each in arguments]
+    where = len(words) if command.context_settings.get("allow_interspersed_args", True) else 0
+    words.insert(where, "[OPTIONS]")
+    usage = " ".join([PROGRAM, name, *words])
     lines = [f"### varuna {name}", "", f"`{usage}`", "", _cell(command.help or "")]
     records = [each.get_help_record(context) for each in command.params]
     rows = [(names, text) for names, text in filter(None, records) if text]

@@ -111,12 +111,14 @@ def _kind(part: Schema, schema: Schema) -> str:
         "boolean": "`true` or `false`",
         "object": "mapping of text to text",
     }[real["type"]]
-    low, high = real.get("minimum"), real.get("maximum")
+    low, high, above = real.get("minimum"), real.get("maximum"), real.get("exclusiveMinimum")
+    if high is not None and above is not None:
+        return f"{words} above {above}, at most {high}"
     if high is not None:
         return f"{words}, {low} to {high}"
     if low is not None:
         return f"{words}, {low} or more"
-    return f"{words} above {real['exclusiveMinimum']}" if "exclusiveMinimum" in real else words
+    return words if above is None else f"{words} above {above}"
 
 
 def _default(part: Schema) -> str:

@@ -85,9 +85,13 @@ def _one(call: ApiCall[Any], base_url: str, retries: int) -> Flow[httpx.Response
         arguments["content"] = call.content
     if call.timeout_s is not None:
         arguments["timeout"] = call.timeout_s
+    begins_at = 0 if call.content is None else call.content.tell()
     at, unknown = base_url, ""
-    for attempt in range(attempts + 1):
+    attempt, has_followed = 0, False
+    while True:
         is_last = attempt == attempts
+        if call.content is not None:
+            call.content.seek(begins_at)
         try:
             response = yield ApiRequest(method=call.method, url=at + API + call.path, arguments=arguments)
         except httpx.TransportError as error:
@@ -96,17 +100,21 @@ def _one(call: ApiCall[Any], base_url: str, retries: int) -> Flow[httpx.Response
                 raise_unreachable(at, error, unknown)
             raise_if_tls(at, str(error), error)
             yield Pause(pause_s(attempt))
+            attempt += 1
             continue
         assert response is not None, "a request yields a response or raises"
         if response.is_success:
             return response
         leader = leader_of(response, at)
+        if leader is not None and not has_followed:
+            at, has_followed = leader, True
+            continue  # no attempt: a manager that does not lead has done nothing of the call
         wait_s = _retry_after_s(response)
         if is_last or (leader is None and wait_s is None):
             raise_refused(response)
         at = leader or at
         yield Pause(max(wait_s or 0.0, pause_s(attempt)))
-    raise AssertionError("the last attempt returns or raises")
+        attempt += 1
 
 
 def pause_s(attempt: int) -> float:

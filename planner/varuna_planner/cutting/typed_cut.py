@@ -1,4 +1,4 @@
-"""Cuts sections into stages on GPUs of several types, each with its own speed and memory.
+"""Cuts sections into stages on GPUs of several types, each with its own speed and memory, and fits given stages.
 
 Letters: K sections, P stages, N micro-batches of a replica, k run-ahead. As in `_cuts`, the best cut is the one whose
 busiest stage has the least work, with recompute where memory demands it. Here each stage has the times and the memory
@@ -19,7 +19,7 @@ from varuna_planner.cutting import _tables
 from varuna_planner.memory import gradient_sets, input_sets, pass_bytes, stage_bytes
 from varuna_planner.schedule.policies import most_in_flight, stash_cap
 
-__all__ = ["TypedCut", "cut_by_type"]
+__all__ = ["TypedCut", "cut_by_type", "fit_stages"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -73,16 +73,59 @@ def cut_by_type(
     starts[P] = K
     for stage in reversed(range(P)):
         starts[stage] = begins[stage][starts[stage + 1]]
+    most = min(_tables.RUN_AHEAD_STAGES * P, N) if limits.runs_ahead else room
+    # All types need the same bytes.
+    return _fit_runs(runs[types[0]], starts, usable_bytes, limits=limits, N=N, room=room, most=most)
+
+
+def fit_stages(
+    sections: _tables.SectionTables,
+    starts: Ints,
+    usable_bytes: Sequence[int],
+    *,
+    limits: _tables.SearchLimits,
+    N: int,
+    room: int,
+    most: int,
+    recompute: Sequence[bool] | None = None,
+) -> TypedCut:
+    """Given stages, with recompute where a run-ahead of `room` demands it, and the largest run-ahead from there to
+    `most` for which memory is left. If they do not fit even so, their `needed_bytes` exceed `usable_bytes`.
+
+    Args:
+        sections: at one micro-batch size.
+        starts: [P + 1] first section of each stage, and K.
+        usable_bytes: memory that each stage may use.
+        limits: the schedule, and where receives wait.
+        recompute: by stage, whatever memory demands.
+    """
+    return _fit_runs(
+        _Runs(sections), starts, usable_bytes, limits=limits, N=N, room=room, most=most, recompute=recompute
+    )
+
+
+def _fit_runs(
+    runs: _Runs,
+    starts: Ints,
+    usable_bytes: Sequence[int],
+    *,
+    limits: _tables.SearchLimits,
+    N: int,
+    room: int,
+    most: int,
+    recompute: Sequence[bool] | None = None,
+) -> TypedCut:
+    P = len(starts) - 1
     bounds = [(int(starts[stage]), int(starts[stage + 1])) for stage in range(P)]
-    one = runs[types[0]]  # all types need the same bytes
 
     def list_needed(k: int, recompute: Sequence[bool]) -> list[int]:
         stages = zip(bounds, _list_sets(limits, P, N, k), recompute, strict=True)
-        return [one.count_bytes(i, j, of_stage, recompute=again) for (i, j), of_stage, again in stages]
+        return [runs.count_bytes(i, j, of_stage, recompute=again) for (i, j), of_stage, again in stages]
 
-    whole = list_needed(room, (False,) * P)
-    recompute = [stage < P - 1 and whole[stage] > usable_bytes[stage] for stage in range(P)]
-    low, high = room, max(room, min(_tables.RUN_AHEAD_STAGES * P, N)) if limits.runs_ahead else room
+    if recompute is None:
+        whole = list_needed(room, (False,) * P)
+        recompute = [stage < P - 1 and whole[stage] > usable_bytes[stage] for stage in range(P)]
+    low, high = room, max(room, most)
     while low < high:
         middle = (low + high + 1) // 2
         fits = all(need <= most for need, most in zip(list_needed(middle, recompute), usable_bytes, strict=True))

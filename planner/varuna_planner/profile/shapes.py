@@ -133,14 +133,13 @@ class ModelShape:
         for name, value in defaults.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
-        if self.kv_heads == 0:
-            object.__setattr__(self, "kv_heads", self.heads)
-        for name in ("vocab", "heads", "kv_heads", "mlp"):
-            if getattr(self, name) < 1:
+        for name, least in (("vocab", 1), ("heads", 1), ("kv_heads", 0), ("mlp", 1)):
+            if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a positive number, or leave it out")
-        if self.hidden % self.heads or self.heads % self.kv_heads:
+        kv_heads = self.kv_heads or self.heads
+        if self.hidden % self.heads or self.heads % kv_heads:
             raise ValueError(
-                f"heads={self.heads} must divide hidden={self.hidden}, and kv_heads={self.kv_heads} must divide heads: "
+                f"heads={self.heads} must divide hidden={self.hidden}, and kv_heads={kv_heads} must divide heads: "
                 "give --heads"
             )
         if self.boundaries not in (None, self.precision, NumberFormat.FP32):
@@ -148,6 +147,11 @@ class ModelShape:
                 f"boundaries={self.boundaries}, but the model computes in {self.precision}: give {self.precision} "
                 "or fp32, or leave it out"
             )
+
+    @property
+    def _kv_width(self) -> int:
+        """Of a token's keys, and of its values."""
+        return self.hidden // self.heads * (self.kv_heads or self.heads)
 
     @property
     def boundary_value_bytes(self) -> int:
@@ -231,7 +235,7 @@ class ModelShape:
         """Values kept as in Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1): 34·S·H bytes of
         fp16 and its masks for a GPT, and 5·A·S² more where scores are kept."""
         H, S, A, F = self.hidden, self.seq, self.heads, self.mlp
-        kv = H // A * self.kv_heads
+        kv = self._kv_width
         gated = self.family is ModelFamily.LLAMA
         scores = Product(rows=S, inner=H // A, columns=S, count=A, weights=False, stored=not self.fused_attention)
         mixed = Product(rows=S, inner=S, columns=H // A, count=A, weights=False, stored=not self.fused_attention)
@@ -263,7 +267,7 @@ class ModelShape:
     def _cross_attention(self) -> SectionShape:
         """What a decoder's layer adds: norm, queries, keys and values of the encoder's output, residual."""
         H, S, A = self.hidden, self.seq, self.heads
-        kv = H // A * self.kv_heads
+        kv = self._kv_width
         products = (
             Product(rows=S, inner=H, columns=H),
             Product(rows=S, inner=H, columns=2 * kv),

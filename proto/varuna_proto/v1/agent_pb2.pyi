@@ -1082,7 +1082,7 @@ class PreemptionNotice(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     notice_id: _builtins.str
     seconds_left: _builtins.float
-    """when the agent received the notice"""
+    """when the report is sent"""
     source: _builtins.str
     def __init__(
         self,

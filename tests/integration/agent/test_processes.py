@@ -111,6 +111,18 @@ async def test_a_worker_for_which_no_thread_is_left_is_reported_as_not_started(
     assert str(end) == "cannot start the worker: can't start new thread"
 
 
+async def test_a_worker_whose_log_cannot_be_read_has_ended_all_the_same(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> NoReturn:
+        raise OSError(24, "Too many open files", str(path))
+
+    monkeypatch.setattr("varuna_agent.logs.log_files.read_tail", fail)
+    end = await workers.end(workers.start("exit 7"))
+    assert end.exit_code == 7
+    assert "Too many open files" in end.log_tail
+
+
 async def test_what_a_worker_leaves_behind_is_killed(workers: Workers) -> None:
     left = "sleep 600 & echo $! > group; setsid sh -c 'echo $$ > session.tmp; mv session.tmp session; sleep 600' &"
     key = workers.start(f"{left} while [ ! -s session ]; do sleep 0.01; done; exit 0")

@@ -48,6 +48,14 @@ def keeps_the_interpreter_from_all_others():
     ctypes.PyDLL(None).read(nothing, ctypes.create_string_buffer(1), 1)
 keeps_the_interpreter_from_all_others()
 """
+NAMELESS = (
+    """
+import ctypes
+PR_SET_NAME = 15
+ctypes.CDLL(None).prctl(PR_SET_NAME, b"\\xff\\xfe", 0, 0, 0)
+"""
+    + SLEEPS
+)
 MANY = """
 import threading
 arrived = threading.Semaphore(0)
@@ -122,8 +130,13 @@ async def world(tmp_path: Path) -> AsyncIterator[WaitingWorker]:
 
 @pytest.mark.parametrize(
     ("script", "function"),
-    [(SLEEPS, "waits_for_ever"), (LOCKED, "waits_for_the_lock"), (IN_C, "keeps_the_interpreter_from_all_others")],
-    ids=["sleeps", "waits for a lock", "in a C function, with the interpreter's lock"],
+    [
+        (SLEEPS, "waits_for_ever"),
+        (LOCKED, "waits_for_the_lock"),
+        (IN_C, "keeps_the_interpreter_from_all_others"),
+        (NAMELESS, "waits_for_ever"),
+    ],
+    ids=["sleeps", "waits for a lock", "in a C function, with the interpreter's lock", "with a name that is no text"],
 )
 async def test_a_worker_says_where_it_stands_and_goes_on(world: WaitingWorker, script: str, function: str) -> None:
     world.start(script)

@@ -55,6 +55,16 @@ if what == "wait":
     signal.pause()
 sys.exit(int(os.environ.get("CODE", "0")))
 """
+NO_PROCESS_LEFT = """
+import os
+warmed, fork = os.getpid(), os.fork
+def fork_if_allowed():
+    if os.getpid() == warmed and os.path.exists("no_process_left"):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = fork_if_allowed
+"""
+"""A job's limit of processes, while the file is there."""
 
 
 Warmth = tuple[frozenset[str], frozenset[str]]
@@ -268,6 +278,22 @@ async def test_a_warmed_process_that_has_died_is_replaced(world: ScriptWorkers) 
     await until(lambda: not world.processes.warm_job_ids)
     assert (await world.end(world.start(1, CODE="5"))).exit_code == 5
     assert (await world.result(1))["parent_is_warm"]
+
+
+async def test_a_warmed_process_that_cannot_fork_keeps_its_workers_and_forks_later(world: ScriptWorkers) -> None:
+    world.preload(NO_PROCESS_LEFT)
+    training = world.start(1, THEN="wait")
+    await world.result(1)
+    limit = world.folder / "no_process_left"
+    limit.touch()
+    assert (await world.end(world.start(2, CODE="5"))).exit_code == 5
+    assert not (await world.result(2))["parent_is_warm"]
+    limit.unlink()
+    assert (await world.end(world.start(3, CODE="5"))).exit_code == 5
+    assert (await world.result(3))["parent_is_warm"]
+    assert not world.ends[training].done(), "the worker that was training has ended with the process that forked it"
+    world.processes.kill_worker(training)
+    await world.end(training)
 
 
 async def test_where_nothing_can_be_forked_workers_start_without_and_nobody_tries_again(world: ScriptWorkers) -> None:

@@ -431,6 +431,29 @@ async def test_the_stacks_of_a_generation_come_one_for_each_rank(
         assert {dump.rank for dump in dumps()} == {1, 2}
 
 
+async def test_stacks_and_logs_that_cannot_be_read_end_no_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("varuna_agent.workers.processes.WorkerProcesses.read_stacks", fail)
+    monkeypatch.setattr("varuna_agent.logs.log_files.read_when_written", fail)
+    async with running(tmp_path) as (manager, vm):
+        manager.send_message(launch=launch(tmp_path, READY_THEN_LEAVE))
+        await manager.fact("worker_started")
+        manager.send_message(dump_stacks=pb.DumpStacks(job_id="job", generation=1, request_id="r"))
+        manager.send_message(fetch_logs=pb.FetchLogs(job_id="job", generation=1, rank=1, request_id="r"))
+
+        def errors() -> list[str]:
+            answers = [m.stack_dump.error or m.log_chunk.error for m in manager.received]
+            found = [error for error in answers if error]
+            return found if len(found) == 2 else []
+
+        assert all("can't start new thread" in error for error in await manager.until(errors))
+        assert not vm.task.done()
+
+
 async def test_what_is_being_prepared_is_said_and_the_first_worker_starts_from_it(tmp_path: Path) -> None:
     script = "print(open(f'/proc/{os.getppid()}/cmdline').read().count('zygote.py'))"
     async with running(tmp_path) as (manager, _vm):
@@ -472,6 +495,17 @@ async def test_a_notice_is_acknowledged_when_nothing_runs_there_any_more(tmp_pat
         async with asyncio.timeout(DEADLINE_S):
             assert await vm.task == 0
         assert vm.notices.acknowledged == ("n-1",)
+
+
+async def test_an_agent_that_a_signal_ends_acknowledges_no_notice(tmp_path: Path) -> None:
+    """It may start again at once, and what it has kept in memory would go with the VM."""
+    async with running(tmp_path) as (manager, vm):
+        (tmp_path / "notice.json").write_text(json.dumps({"id": "n-1", "deadline_unix_s": time.time() + 900}))
+        await manager.fact("preemption_notice")
+        vm.runner.request_termination("SIGUSR2")
+        async with asyncio.timeout(DEADLINE_S):
+            assert await vm.task == 0
+        assert vm.notices.acknowledged == ()
 
 
 async def test_a_silent_manager_is_dialled_again(tmp_path: Path) -> None:

@@ -49,7 +49,12 @@ KINDS = {
         step=LONG,
         held_bytes=LONG,
         gives_only=hs.booleans(),
+        copies=hs.sampled_from([[], [pb.KeptCopy(rank=2**32 - 1, step=2**64 - 1)] * 80_000]),
     ),
+    "unreached": messages(pb.Unreached, rank=SMALL, error=TEXT),
+    "waiting": messages(w.Waiting, quiet_ranks=hs.sampled_from([[], [1], [2**32 - 1] * 80_000])),
+    "log_values": messages(w.LogValues, step=LONG, values=hs.dictionaries(TEXT, hs.floats(), max_size=3)),
+    "sent_ahead": messages(w.SentAhead, request=TEXT, step=LONG),
     "script_obstacle": messages(w.ScriptObstacle, reason=TEXT),
     "giving_state": messages(w.GivingState, host_bytes=LONG),
     "step_done": messages(w.StepDone, step=LONG, loss=hs.floats(), step_us=LONG, examples=SMALL, forward_us=LONG),
@@ -86,6 +91,34 @@ def test_whatever_a_worker_says_its_exit_is_reported_and_fits(
     for exited in sent(vm.instructions, "worker_exited"):
         assert "\0" not in exited.error_text
         assert len(exited.error_text) <= ERROR_CHARS
+
+
+def test_a_worker_that_names_a_great_many_quiet_ranks_does_not_cost_its_vm_the_stream() -> None:
+    vm = Vm()
+    vm.receive_message(launch=launch())
+    vm.ready(key())
+    vm.receive_worker_message(key(), waiting=w.Waiting(quiet_ranks=range(10**8, 10**8 + 80_000)))
+    (beat,) = [i.message for i in vm.tick(vm.now + 1) if isinstance(i, ins.SendMessage)]
+    assert find_excess(beat) is None
+    assert list(beat.heartbeat.workers[0].quiet_ranks[:2]) == [10**8, 10**8 + 1], "one is enough"
+
+
+def test_an_exit_keeps_what_the_worker_has_said_of_itself_however_much_it_says_of_others() -> None:
+    vm = Vm()
+    vm.receive_message(launch=launch())
+    vm.ready(key())
+    vm.receive_worker_message(key(), unreached=pb.Unreached(rank=2, error="x\0" * 2_000_000))
+    copies = [pb.KeptCopy(rank=2, step=3)] * 200_000
+    vm.receive_worker_message(key(), generation_left=w.GenerationLeft(exit_code=76, step=4, copies=copies))
+    (message,) = [
+        i.message
+        for i in vm.instructions
+        if isinstance(i, ins.SendMessage) and i.message.report.HasField("worker_exited")
+    ]
+    assert find_excess(message) is None
+    exited = message.report.worker_exited
+    assert (exited.unreached.rank, exited.held.copies[0].rank) == (2, 2)
+    assert "\0" not in exited.unreached.error
 
 
 def test_a_trace_of_a_great_many_micro_batches_fits_a_message() -> None:

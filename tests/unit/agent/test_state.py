@@ -562,7 +562,29 @@ def test_a_notice_is_reported_once() -> None:
     vm = Vm()
     (notice,) = sent(vm.handle(ev.NoticeReceived("n", 30.0, "file")), "preemption_notice")
     assert (notice.notice_id, notice.seconds_left) == ("n", 30.0)
+    vm.now += 1
     assert vm.handle(ev.NoticeReceived("n", 29.0, "file")) == []
+
+
+def test_a_notice_that_is_sent_late_says_what_is_left_of_it() -> None:
+    vm = Vm(welcome=False)
+    vm.handle(ev.NoticeReceived("n", 30.0, "file"))
+    for later_s, left in ((14.0, 16.0), (10.0, 6.0), (60.0, 0.0)):
+        vm.now += later_s
+        (notice,) = sent(vm.connect(), "preemption_notice")
+        assert notice.seconds_left == left
+        vm.handle(ev.StreamClosed("the manager is away"))
+
+
+def test_a_notice_whose_time_is_brought_forward_is_reported_again() -> None:
+    vm = Vm()
+    vm.handle(ev.NoticeReceived("n", 600.0, "slurm"))
+    vm.now += 10
+    (notice,) = sent(vm.handle(ev.NoticeReceived("n", 30.0, "slurm")), "preemption_notice")
+    assert (notice.notice_id, notice.seconds_left) == ("n", 30.0)
+    assert vm.handle(ev.NoticeReceived("n", 590.0, "slurm")) == [], "the first to come due counts"
+    vm.now += 10
+    assert {notice.seconds_left for notice in sent(vm.connect(), "preemption_notice")} == {20.0}
 
 
 # ---------------------------------------------------------------- lease and silence

@@ -669,7 +669,11 @@ class Agent(RuleBasedStateMachine):
 
     @invariant()
     def no_holder_is_kept_for_ever(self) -> None:
-        for key, (_, since) in self.asked.items():
+        hosted = {worker.key.generation_key for worker in self.state.workers}
+        for key, (generation, since) in self.asked.items():
+            if key in self.gives and (key.job_id, generation) in hosted:
+                self.asked[key] = generation, self.now  # those who take its state may need it for long
+                continue
             limit_s = KEEP_S if key in self.gives else ANSWER_S
             assert self.processes[key] or self.now < since + limit_s + 1e-9
 

@@ -392,6 +392,14 @@ def test_a_survivor_that_may_leave_nothing_in_memory_is_killed() -> None:
     assert (killed(instructions), of(ins.SendStore, instructions)) == ([key(1)], [])
 
 
+def test_a_survivor_whose_end_cannot_be_read_is_forgotten_as_any_other() -> None:
+    vm = survive()
+    vm.receive_message(launch=launch(2, job_id="other"))
+    assert vm.handle(ev.ProcessNotStarted(key(1), "Too many open files"))[0] == vm.state.workers[0].start
+    assert vm.state.survivors == ()
+    assert vm.handle(ev.ProcessNotStarted(key(1), "Too many open files")) == [], "it has no such worker any longer"
+
+
 def test_no_process_stays_where_none_is_to_be_kept() -> None:
     vm = Vm(timings=Timings(keep_survivors_s=0.0))
     vm.receive_message(launch=launch())

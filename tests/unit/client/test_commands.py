@@ -113,6 +113,18 @@ def test_top_prints_once_without_a_terminal(rest: ScriptedRest) -> None:
     assert "no job runs or waits: varuna submit JOB.yaml" in rest.run("top").stdout
 
 
+def test_no_caller_can_disguise_its_line_of_the_audit_log(rest: ScriptedRest) -> None:
+    entry = {"at": "2026-01-01T00:00:01Z", "who": "?", "role": "", "address": "10.0.0.9", "status": 401}
+    paths = ["[/x]", "[conceal]", "\x1b[8m", "x\n2 alice"]
+    entries = [{**entry, "id": number, "action": f"GET /api/v1/jobs/{path}"} for number, path in enumerate(paths)]
+    rest.answers["GET /audit"] = (200, entries)
+    _, *lines = rest.run("audit").stdout.splitlines()
+    shown = ["[/x]", "[conceal]", "[8m", "x 2 alice"]
+    for line, path in zip(lines, shown, strict=True):
+        assert f"10.0.0.9  GET /api/v1/jobs/{path}  " in line
+        assert line.endswith(" 401")
+
+
 def test_top_fits_the_screen() -> None:
     jobs: list[Any] = [{**JOB, "name": f"j{number}"} for number in range(50)]
     vms: list[Any] = [vm(f"local-{number}") for number in range(50)]

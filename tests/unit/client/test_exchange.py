@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,34 @@ def test_a_manager_that_does_not_lead_names_the_one_that_does() -> None:
     ):
         client.cancel("a")  # never from https to http: anybody who listens would get the token
     assert {request.url.host for request in lured.asked} == {"manager"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.upload_archive("ab", io.BytesIO(b"packed")),
+        lambda client: client.change("a", {"priority": 1}),
+        lambda client: client.create_token({}),
+        lambda client: client.preempt("v", notice_s=1),
+    ],
+)
+def test_what_is_sent_once_is_sent_to_the_leader(call: Callable[[Client], Any]) -> None:
+    """A manager that does not lead has done nothing of the call, and may have read some of its body."""
+    standby = httpx.Response(503, json={"detail": "x", "leader": "http://other:2"}, headers={"Retry-After": "1"})
+    script = Script(standby, httpx.Response(200, json={"id": "j"}))
+    with client_of(script) as client:
+        call(client)
+    assert [request.url.host for request in script.asked] == ["manager", "other"]
+    first, second = (request.content for request in script.asked)
+    assert first == second
+    lost = Script(standby, httpx.ReadError("cut"))
+    with client_of(lost) as client, pytest.raises(UnreachableError, match="cut"):
+        call(client)
+    assert len(lost.asked) == 2
+    circle = Script(standby)
+    with client_of(circle) as client, pytest.raises(RefusedError):
+        call(client)
+    assert len(circle.asked) == 2
 
 
 async def test_pages_are_followed_by_both_clients() -> None:

@@ -317,6 +317,15 @@ def test_steps_as_a_table_and_as_comma_separated_values() -> None:
     ]
 
 
+def test_brackets_and_colons_in_what_others_have_named_are_shown_as_they_are() -> None:
+    logged = {"acc[top1]": {7: 0.5}, "acc[top5]": {}, "x[/y]": {}, ":warning:": {}}
+    assert render_plain(render.steps_table([STEP], logged)).splitlines()[0].split()[7:] == list(logged)
+
+
+def test_no_text_commands_the_terminal() -> None:
+    assert render_plain("title \x1b]0;mine\x07, red \x1b[31m\x9b31m") == "title ]0;mine, red [31m31m\n"
+
+
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1), st.integers(1, 60))
 def test_a_sparkline_fits_its_width_and_ends_with_the_newest_value(values: list[float], width: int) -> None:
     line = render.sparkline(values, width)

@@ -42,6 +42,13 @@ def test_the_paper_tells_how_much_an_example_of_the_largest_models_takes() -> No
     assert named_model("gpt2-200b").flops == pytest.approx(27.3e12 / 0.022, rel=0.025)
 
 
+@pytest.mark.parametrize("heads", [24, 64])
+def test_a_named_model_with_other_heads_is_as_large_as_before(heads: int) -> None:
+    own = named_model("gpt2-8.3b")
+    assert replace(own, heads=heads).parameters == own.parameters
+    assert replace(own, heads=heads, kv_heads=8).parameters < own.parameters
+
+
 def test_another_name_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"no model is called 'gpt2-3b': there are gpt2-355m, .*bert-large"):
         named_model("gpt2-3b")

@@ -213,6 +213,36 @@ def test_memory_caps_the_stash_and_makes_stages_recompute() -> None:
         assert not tight.recompute[-1]
 
 
+def test_memory_decides_what_given_stages_leave_open() -> None:
+    """In stages of 6 and 2 sections the first one recomputes where it would not in stages of 4 and 4."""
+    memory_bytes = 105_000_000  # 12 MB of state a section, and 2 MB of activations for each micro-batch in flight
+    two = dataclasses.replace(QUESTION, p=2, d=1, device_memory_bytes=memory_bytes)
+    assert simulate_plan(two).recompute == (False, False)
+    uneven = simulate_plan(dataclasses.replace(two, stage_starts=(0, 6)))
+    assert uneven.recompute == (True, False)
+    assert simulate_plan(dataclasses.replace(two, stage_starts=(0, 2))).recompute == (False, False)
+    kept = simulate_plan(dataclasses.replace(two, stage_starts=(0, 4), recompute=(False, False)))
+    again = simulate_plan(dataclasses.replace(two, stage_starts=(0, 4), recompute=(True, False)))
+    assert kept.run_ahead < again.run_ahead, "what a stage does not keep leaves room to run ahead"
+
+
+@pytest.mark.parametrize("memory_mb", [None, 65, 50, 40])
+def test_the_planners_own_stages_are_simulated_as_it_planned_them(memory_mb: int | None) -> None:
+    memory_bytes = None if memory_mb is None else memory_mb * 1_000_000
+    free = simulate_plan(dataclasses.replace(QUESTION, device_memory_bytes=memory_bytes))
+    given = dataclasses.replace(QUESTION, device_memory_bytes=memory_bytes, stage_starts=free.stage_starts)
+    same = simulate_plan(given)
+    assert (same.recompute, same.run_ahead, same.minibatch_us) == (free.recompute, free.run_ahead, free.minibatch_us)
+
+
+def test_what_is_given_whole_is_simulated_whatever_the_memory() -> None:
+    tight = dataclasses.replace(QUESTION, device_memory_bytes=1_000_000, stage_starts=(0, 2, 4, 6))
+    with pytest.raises(ValueError, match=r"stages 0,2,4,6: stage 0 needs 3\d\.\d MiB with a run-ahead of 0, and a dev"):
+        simulate_plan(tight)
+    told = dataclasses.replace(tight, run_ahead=3, recompute=(False,) * 4)
+    assert simulate_plan(told).run_ahead == 3
+
+
 def test_zero_bubble_gains() -> None:
     whole = simulate_plan(QUESTION)
     split = simulate_plan(dataclasses.replace(QUESTION, policy=Policy.ZERO_BUBBLE))
