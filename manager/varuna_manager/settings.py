@@ -93,8 +93,8 @@ class ManagerSettings(BaseSettings):
     )
     default_checkpoint_url: str | None = Field(
         default=None,
-        description="folder or object store for the checkpoints of jobs that name none; default: checkpoints in "
-        "data_dir, or none where several managers share a store",
+        description="folder or object store for the checkpoints of jobs that name none, which all VMs and managers "
+        "reach; default: checkpoints in data_dir with local VMs and one manager, else none: such jobs are refused",
     )
     leader_lease_s: float = Field(
         default=10.0,
@@ -378,13 +378,24 @@ class ManagerSettings(BaseSettings):
         return _as_url(url) if url else ""
 
     def checkpoint_root(self, data_dir: Path, *, is_shared: bool) -> str | None:
-        """The URL below which jobs that name no URL have their checkpoints.
+        """The URL below which jobs that name no URL have their checkpoints; None: there is no such place.
 
-        None where several managers share the store (`is_shared`): the others would not find them in our data_dir.
+        `is_shared`: as for `explain_no_checkpoint_root`.
         """
         if self.default_checkpoint_url is not None:
             return _as_url(self.default_checkpoint_url)
-        return None if is_shared else _as_url(str(data_dir / "checkpoints"))
+        return None if self.explain_no_checkpoint_root(is_shared=is_shared) else _as_url(str(data_dir / "checkpoints"))
+
+    def explain_no_checkpoint_root(self, *, is_shared: bool) -> str:
+        """Why a folder in data_dir is no place for checkpoints, where no URL is set; empty: it is one.
+
+        `is_shared`: several managers share the store.
+        """
+        if self.default_checkpoint_url is not None:
+            return ""
+        if is_shared:
+            return "another one may lead later"
+        return "" if has_local_vms(self.provider) else "its VMs are other machines"
 
     def ends_vms(self, *, is_interrupt: bool, is_shared: bool) -> bool:
         """Whether the local VMs end with the manager at a stop signal.

@@ -107,8 +107,8 @@ def start_hosts(folder: Path, *names: str) -> Iterator[Hosts]:
     hosts.write_text(json.dumps({"hosts": [{"name": name} for name in names]}))
     data = folder / "manager"
     with DemoProcesses(data) as processes:
-        ports = ["--http-port", "0", "--grpc-port", "0"]
-        arguments = ["manager", "--data-dir", str(data), "--provider", f"static:{hosts}", *ports]
+        flags = ["--http-port", "0", "--grpc-port", "0", "--default-checkpoint-url", str(data / "checkpoints")]
+        arguments = ["manager", "--data-dir", str(data), "--provider", f"static:{hosts}", *flags]
         processes.start(["-m", "varuna_client.cli", *arguments], folder / "manager.log")
         address = data / "manager.json"
         document = wait_until(lambda: json.loads(address.read_text()) if address.exists() else None, "the manager")

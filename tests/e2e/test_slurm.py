@@ -115,6 +115,7 @@ def test_a_job_trains_while_slurm_takes_its_vms(tmp_path: Path, monkeypatch: pyt
     settings |= {"scratch_dir": str(tmp_path), "log_dir": str(tmp_path / "logs"), "list_every_s": 0.5}
     (tmp_path / "slurm.yaml").write_text(yaml.safe_dump({**settings, "notice_s": 60}))
     flags = ["--provider", f"slurm:{tmp_path / 'slurm.yaml'}", "--vms", "2", "--growth-settle-s", "0"]
+    flags += ["--default-checkpoint-url", str(tmp_path / "checkpoints")]
     # A silent VM is given back after its lease, and here Slurm has to see before that that a node failed.
     flags += ["--lease-s", "600"]
     with slurm_cluster(nodes=4) as cluster:

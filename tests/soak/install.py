@@ -147,6 +147,7 @@ def start_manager(work: Path, programs: Path, ends: ExitStack) -> tuple[dict[str
     data = work / "data"
     command = [f"{programs}/varuna", "manager", "--data-dir", str(data), "--secure", "--http-port", "0"]
     command += ["--grpc-port", "0", "--provider", f"static:{work / 'hosts.yaml'}"]
+    command += ["--default-checkpoint-url", str(work / "checkpoints")]
     log = (work / "manager.log").open("w")
     manager = subprocess.Popen(command, stdout=log, stderr=log, env=clean_environment())
     ends.callback(end, manager)

@@ -101,7 +101,7 @@ class ComputeController:
     async def _note_slow_vms(self, running: _Running, ranks: Mapping[int, RankTimes]) -> None:
         slowness = compare_ranks(ranks)
         key = (running.job_id, running.generation)
-        before = self._watched.get(key, {})
+        before = self._watched[key] if key in self._watched else await self._find_marked(running)
         after = update_records(before, slowness, threshold=self._rules.slow_threshold, looks=self._rules.slow_looks)
         self._watched[key] = after
         for vm_id, watched in after.items():
@@ -111,6 +111,13 @@ class ComputeController:
                 )
             elif before.get(vm_id, SlownessRecord()).is_slow:
                 await self._unmark(vm_id, f"VM {vm_id} is no longer slow: {slowness[vm_id].reason}")
+
+    async def _find_marked(self, running: _Running) -> dict[str, SlownessRecord]:
+        """The VMs that another manager, or a generation before, has left marked as slow."""
+        is_marked = VmRow.id.in_(set(running.vm_ids)) & VmRow.slow_ratio.is_not(None)
+        async with self._database.read() as session:
+            marked = (await session.scalars(select(VmRow.id).where(is_marked))).all()
+        return {vm_id: SlownessRecord(looks=self._rules.slow_looks, is_slow=True) for vm_id in marked}
 
     async def _mark(self, running: _Running, vm_id: str, slowness: Slowness, *, is_new: bool) -> None:
         async with self._database.write() as session:

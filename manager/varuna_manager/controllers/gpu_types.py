@@ -43,7 +43,9 @@ class GpuTypes:
         if not why:
             return None
         own = Counter(self._vms[vm_id].gpu_type for vm_id in its_vms if vm_id in self._vms)
-        chosen = choose_job_type(usable, own.most_common(1)[0][0] if own else None)
+        present = own.most_common(1)[0][0] if own else None
+        memory_bytes = {vm.gpu_type: vm.device_memory_bytes for vm in self._vms.values() if vm.device_memory_bytes}
+        chosen = choose_job_type(usable, present, max_gpus=wanted.max_gpus, memory_bytes=memory_bytes)
         return None if chosen is None else OnlyType(chosen, why)
 
     @cached_property

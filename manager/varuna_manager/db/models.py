@@ -347,6 +347,8 @@ class VmRow(_Living, Base):
     """How often it was quarantined. Each quarantine lasts longer."""
     drain_deadline: Mapped[float | None]
     """When it is to be empty, as the operator who drained it asked."""
+    drained_at: Mapped[float | None]
+    """When an operator drained it; null: nobody did, or it is used again."""
     hangs: Mapped[int] = mapped_column(Integer, default=0)
     """Hangs in which the other ranks waited for its rank."""
     deaths: Mapped[int] = mapped_column(Integer, default=0)

@@ -122,7 +122,7 @@ def decide_vm(now: float, vm: VmView, rules: Rules, *, together: bool = False) -
         reason = missing if together else "its heartbeats are missing"
         return None if vm.state is VmState.LOST else _verdict(vm, VmState.SUSPECT, reason)
     if vm.state in (VmState.SUSPECT, VmState.LOST) and vm.connected:
-        back = VmState.READY if vm.notice_deadline is None else VmState.DRAINING
+        back = VmState.DRAINING if vm.drained or vm.notice_deadline is not None else VmState.READY
         return _verdict(vm, back, "its heartbeats arrive again")
     return None
 

@@ -8,6 +8,7 @@ So are those of a job that may have no more GPUs than there are of one type.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from varuna_manager.domain.spec import Resources
@@ -43,17 +44,25 @@ def explain_one_type(wanted: Resources, usable: Mapping[str, int], *, is_alone: 
     return ""
 
 
-def choose_job_type(usable: Mapping[str, int], present: str | None) -> str | None:
+def choose_job_type(
+    usable: Mapping[str, int],
+    present: str | None,
+    *,
+    max_gpus: int | None = None,
+    memory_bytes: Mapping[str, int] = MappingProxyType({}),
+) -> str | None:
     """The type of the GPUs that a job may have if it may not mix; None: there are none.
 
     Args:
         usable: GPUs that the job could have, those that it has included, by type; an empty name is a type, too.
         present: the type that it has; None: it has none.
+        max_gpus: the most that the job uses; None: all.
+        memory_bytes: of a GPU, by type, where it is known. Of equally many, the job gets the larger ones.
     """
-    counts = {gpu_type: count for gpu_type, count in usable.items() if count}
+    counts = {gpu_type: min(count, max_gpus or count) for gpu_type, count in usable.items() if count}
     if not counts:
         return None
-    best = max(sorted(counts), key=lambda gpu_type: counts[gpu_type])
+    best = max(sorted(counts), key=lambda gpu_type: (counts[gpu_type], memory_bytes.get(gpu_type, 0)))
     if present in counts and counts[best] < OTHER_TYPE_FACTOR * counts[present]:
         return present
     return best

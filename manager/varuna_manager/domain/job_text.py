@@ -9,10 +9,23 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from yaml.composer import ComposerError
 
 from varuna_manager.domain.spec import JobSpec
 
 _LONGEST_SHOWN = 60
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Takes no aliases: a few lines with them may stand for a document of any size, and the manager reads what users
+    send."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()  # type: ignore[no-untyped-call]
+            problem = f"the alias *{alias.anchor} is not taken here: write it out"
+            raise ComposerError(None, None, problem, alias.start_mark)
+        return super().compose_node(parent, index)
 
 
 @dataclass(frozen=True, order=True)
@@ -30,8 +43,8 @@ def read_job_text(text: str) -> tuple[JobSpec | None, list[TextProblem]]:
     `copy_workdir: false` may stand in it as in a job file: nothing is sent along.
     """
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        document = yaml.safe_load(text)
+        node = yaml.compose(text, Loader=_PlainLoader)
+        document = yaml.load(text, Loader=_PlainLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         return None, [TextProblem(line, "", f"not valid YAML: {error.problem or error.context}")]

@@ -191,6 +191,8 @@ class VmView:
     """Ids of jobs whose workdir is ready there, among jobs whose workdir needs preparation."""
     cordoned: bool = False
     """An operator has taken it out of use: no new workers start there."""
+    drained: bool = False
+    """An operator wants it given back when it is empty."""
     gpu_type: str = ""
     """The name of its GPUs; empty: not known."""
     zone: str = ""

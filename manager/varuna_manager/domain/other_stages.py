@@ -14,7 +14,13 @@ from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.leaving_step import has_left_within_step
 from varuna_manager.domain.newcomers import NewcomersView
 from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, Rules, Vms, WorkerView
-from varuna_manager.domain.reshaping import LOSES_RANKS, is_on_trusted_vm, is_unmoved, keeps_state
+from varuna_manager.domain.reshaping import (
+    LOSES_RANKS,
+    has_stages_before,
+    is_on_trusted_vm,
+    is_unmoved,
+    keeps_state,
+)
 from varuna_manager.domain.states import EndCause, GenerationKind
 from varuna_proto.plan import Device
 
@@ -90,7 +96,7 @@ def _may_move(ended: GenerationView) -> bool:
 def find_unmoved(ended: GenerationView, is_there: Callable[[Holder], bool]) -> Holders | None:
     """The holders after a generation with other stages that has completed no step: its own processes, which still have
     the stages that they had before; None: they lack some."""
-    if not is_unmoved(ended) or ended.holders is None:
+    if not has_stages_before(ended) or ended.holders is None:
         return None
     held_at = {worker.rank: worker.stopped_at or 0.0 for worker in ended.workers if worker.held_step is not None}
     left = tuple(

@@ -107,9 +107,14 @@ def is_unmoved(generation: GenerationView) -> bool:
 
     They have once it has begun, unless one that is left says that it had not taken its own.
     """
-    if not generation.in_place or generation.holders is None or generation.last_step is not None:
+    if not has_stages_before(generation):
         return False
     return generation.resumed_step is None or any(worker.gives_only for worker in generation.workers)
+
+
+def has_stages_before(generation: GenerationView) -> bool:
+    """Whether its processes were to take other stages in place, and still have those before: no step is agreed on."""
+    return generation.in_place and generation.holders is not None and generation.last_step is None
 
 
 def list_held_steps(workers: Iterable[WorkerView]) -> list[int]:

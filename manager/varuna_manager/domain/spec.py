@@ -119,7 +119,7 @@ class CheckpointSpec(_Strict):
     url: Path | None = Field(
         default=None,
         description="where checkpoints are stored: a path that all VMs share, or file://, s3://, gs://, abfs://, …; "
-        "null: a folder of the manager's data directory",
+        "null: --default-checkpoint-url of the manager, or with local VMs a folder of its data directory",
     )
     interval_s: float | None = Field(
         default=None,

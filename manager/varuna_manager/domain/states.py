@@ -135,7 +135,8 @@ STOPPED_WORKER_STATES = frozenset({WorkerState.EXITED, WorkerState.LOST})
 Table = Mapping[str, frozenset[str]]
 
 JOB_TRANSITIONS: Table = {
-    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.CANCELLING, JobState.FAILED}),
+    # One that is only to be profiled may have its profile when it waits again.
+    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.CANCELLING, JobState.SUCCEEDED, JobState.FAILED}),
     # A job that is preempted by one of higher priority returns to the queue.
     JobState.RUNNING: frozenset({JobState.QUEUED, JobState.CANCELLING, JobState.SUCCEEDED, JobState.FAILED}),
     JobState.CANCELLING: frozenset({JobState.CANCELLED}),

@@ -45,6 +45,7 @@ class DrainService:
             if deadline_s is not None:
                 row.drain_deadline = self._now() + deadline_s
             row.cordoned_at = row.cordoned_at or self._now()
+            row.drained_at = row.drained_at or self._now()
             if row.vm_state is not VmState.DRAINING:
                 within = "" if deadline_s is None else f", within {deadline_s:.0f} s"
                 await self._fleet.move_vm(session, row, VmState.DRAINING, f"drained by the user{within}")
@@ -74,7 +75,7 @@ class DrainService:
                     f"VM {vm_id!r} is draining ({row.reason}) and is given back when it is empty: it cannot be kept"
                 )
             if row.cordoned_at is not None:
-                row.cordoned_at = None
+                row.cordoned_at = row.drained_at = None
                 self._events.emit_event(session, "vm_uncordoned", f"VM {vm_id} may be used again", vm_id=vm_id)
             return await self._make_document(session, row)
 

@@ -47,7 +47,7 @@ _NEWEST_FIRST = Order[JobRow](
 class JobService:
     """`checkpoint_root`: the URL of a folder or store for the checkpoints of jobs that name none.
 
-    `needs_checkpoint_url`: such jobs are refused, because there is no place that every manager reaches.
+    `no_root_because`: why there is none, so that such jobs are refused; empty: they are taken.
     `secrets`: those that jobs may name; None: none.
     `new_id`: makes the part of a job's id after `job-`.
     """
@@ -60,7 +60,7 @@ class JobService:
         now: Callable[[], float] = time.time,
         *,
         checkpoint_root: str | None = None,
-        needs_checkpoint_url: bool = False,
+        no_root_because: str = "",
         secrets: Secrets | None = None,
         new_id: Callable[[], str] = lambda: token_hex(4),
     ) -> None:
@@ -69,7 +69,7 @@ class JobService:
         self._bell = bell
         self._now = now
         self._checkpoint_root = checkpoint_root
-        self._needs_checkpoint_url = needs_checkpoint_url
+        self._no_root_because = no_root_because
         self._secrets = secrets or Secrets({})
         self._new_id = new_id
 
@@ -115,10 +115,10 @@ class JobService:
         return make_job_document(job, JobProgress())
 
     def _check_checkpoint_url(self, spec: JobSpec) -> None:
-        if self._needs_checkpoint_url and spec.checkpoint.url is None and not spec.profile_only:
+        if self._no_root_because and spec.checkpoint.url is None and not spec.profile_only:
             raise InvalidError(
                 f"job {spec.name!r} names no place for its checkpoints, and a folder of this manager will not do, "
-                "because another one may lead later: give checkpoint.url, or start the managers with "
+                f"because {self._no_root_because}: give checkpoint.url, or start the manager with "
                 "--default-checkpoint-url"
             )
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import structlog
 
 from varuna_manager.domain.keepers import SaveCost
+from varuna_manager.domain.memory_margin import NO_MARGIN
 from varuna_manager.domain.observed import Proposal
 from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile, sum_gpu_counts
 from varuna_planner.liveput.checkpoint_interval import StopCosts
@@ -91,15 +92,26 @@ class PlanQuestion(ShapeQuestion):
         kept = (self.survivors, self.kept_micro_batch)
         return self.shape_key(), self.spec.resources.max_gpus, placed, kept
 
-    def count_types(self, devices: Iterable[Device]) -> tuple[GpuCount, ...]:
-        """The devices by type, those of unknown type left out; empty: the job's profile says nothing of types, and
-        there are no two of them."""
+    def count_types(self, devices: Sequence[Device]) -> tuple[GpuCount, ...]:
+        """The devices by type, those of unknown type left out; empty: plans tell no types apart.
+
+        They do not where one type is named and the job's profile says nothing of types, or is of that type, as which
+        devices of unknown type count.
+        """
         on_vm = Counter(device.vm_id for device in devices)
         counts = sum_gpu_counts(
             GpuCount(each.gpu_type, on_vm[each.vm_id], each.memory_bytes) for each in self.gpu_types
         )
-        is_known = len(counts) > 1 or parsed_profile(self.profile_json).gpu_type
-        return counts if is_known else ()
+        if len(counts) != 1:
+            return counts
+        (only,), own = counts, parsed_profile(self.profile_json).gpu_type
+        are_as_own = only.gpu_type == own and only.gpus < len(devices)
+        return () if not own or are_as_own else counts
+
+    def list_planned(self, devices: Sequence[Device]) -> Sequence[Device]:
+        """Those that plans count on: where they tell types apart, a device of unknown type gets no rank."""
+        named = {each.vm_id for each in self.gpu_types}
+        return [device for device in devices if device.vm_id in named] if self.count_types(devices) else devices
 
     def count_zones(self, devices: Iterable[Device]) -> tuple[int, ...]:
         """The number of devices in each zone; empty: all are in one."""
@@ -211,14 +223,9 @@ def _examine(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float])
 
 
 def _answer(question: PlanQuestion) -> Proposal:
-    """Runs in a thread. The planner's ValueError means that no fleet would suffice.
-
-    Any other error is a defect. A job that has trained then waits for another fleet; a new one fails with the error.
-    """
+    """Runs in a thread. An error is a defect. A job that has trained then waits for another fleet; a new one fails."""
     try:
         return _choose(question)
-    except ValueError as error:
-        return Proposal(plan=None, possible=False, reason=str(error))
     except Exception as error:
         log = structlog.get_logger("varuna.planning")
         log.exception("the planner failed", gpus=len(question.devices), global_batch=question.spec.global_batch)
@@ -227,16 +234,16 @@ def _answer(question: PlanQuestion) -> Proposal:
 
 
 def _choose(question: PlanQuestion) -> Proposal:
-    types, zones = question.count_types(question.devices), question.count_zones(question.devices)
-    choice = question.choose_shape(len(question.devices), types=types, zones=zones)
+    devices = question.list_planned(question.devices)
+    types, zones = question.count_types(devices), question.count_zones(devices)
+    try:
+        choice = question.choose_shape(len(devices), types=types, zones=zones)
+    except ValueError as error:  # no fleet would suffice
+        return Proposal(plan=None, possible=False, reason=str(error))
     candidates = tuple(candidate.to_dict() for candidate in choice.candidates[:_CANDIDATES_KEPT])
     if choice.best is None:
-        # A job that keeps its micro-batch waits for VMs on which it can.
-        free = replace(question, trained_micro_batch=None)
-        plenty = free.choose_shape(question.spec.resources.max_gpus or _PLENTY_OF_GPUS)
-        possible = plenty.best is not None
-        reason = choice.reason if possible else plenty.reason
-        return Proposal(plan=None, candidates=candidates, reason=reason, possible=possible)
+        possible, explained = _may_ever_fit(question)
+        return Proposal(plan=None, candidates=candidates, reason=explained or choice.reason, possible=possible)
     plan = choice.best
     placement = _place(plan, question)
     moves = _predict_moves(plan, placement, question)
@@ -249,6 +256,20 @@ def _choose(question: PlanQuestion) -> Proposal:
         moves=moves,
         keeping=_propose_keeping(question),
     )
+
+
+def _may_ever_fit(question: PlanQuestion) -> tuple[bool, str]:
+    """Whether the job, which has no plan for the present devices, may get one for others, and why it may not.
+
+    A job that keeps its micro-batch waits for VMs on which it can. One that has had a plan waits for VMs like those, if
+    it has not learned since that it needs more memory.
+    """
+    free, gpus = replace(question, trained_micro_batch=None), question.spec.resources.max_gpus or _PLENTY_OF_GPUS
+    plenty = free.choose_shape(gpus)
+    if plenty.best is not None:
+        return True, ""
+    had_larger = question.previous_p is not None and replace(free, margin=NO_MARGIN).choose_shape(gpus).best is None
+    return had_larger, "" if had_larger else plenty.reason
 
 
 def _predict_present(question: PlanQuestion, now: Plan) -> float | None:
@@ -290,9 +311,11 @@ def _propose_keeping(question: PlanQuestion) -> Proposal | None:
 
 def _choose_for_survivors(question: PlanQuestion, pins: Pins | None = None) -> Plan | None:
     """`pins`: None: the job's own."""
-    types, zones = question.count_types(question.survivors), question.count_zones(question.survivors)
+    devices = question.list_planned(question.survivors)
     try:
-        return question.choose_shape(len(question.survivors), pins, types, zones).best
+        return question.choose_shape(
+            len(devices), pins, question.count_types(devices), question.count_zones(devices)
+        ).best
     except ValueError:  # no fleet would suffice for it
         return None
 

@@ -326,7 +326,12 @@ def _boot(base: ProcessParts, access: AccessControl, start: AgentStart) -> BootS
 
 
 def _job_service(base: ProcessParts, database: Database, events: EventLog, bell: Bell) -> JobService:
-    root = base.settings.checkpoint_root(base.data_dir, is_shared=Database.is_shared(database.url))
+    is_shared = Database.is_shared(database.url)
     return JobService(
-        database, events, bell, checkpoint_root=root, needs_checkpoint_url=root is None, secrets=base.secrets
+        database,
+        events,
+        bell,
+        checkpoint_root=base.settings.checkpoint_root(base.data_dir, is_shared=is_shared),
+        no_root_because=base.settings.explain_no_checkpoint_root(is_shared=is_shared),
+        secrets=base.secrets,
     )

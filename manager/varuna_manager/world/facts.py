@@ -57,6 +57,7 @@ class VmFacts(NamedTuple):
     gpu_type: str | None = None
     pool: str | None = None
     zone: str | None = None
+    drained_at: float | None = None
 
     @property
     def vm_state(self) -> VmState:

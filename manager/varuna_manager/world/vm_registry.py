@@ -361,6 +361,7 @@ class VmRegistry:
             deaths=row.deaths,
             last_death_at=row.last_death_at,
             cordoned=row.cordoned_at is not None,
+            drained=row.drained_at is not None,
             workers=workers,
             preparing=live.preparing,
             prepared=live.prepared,

@@ -35,7 +35,8 @@ async def url(tmp_path: Path, manager_zygote: ManagerZygote) -> AsyncIterator[st
     hosts = tmp_path / "hosts.yaml"
     hosts.write_text("hosts: [{name: nobody}]\n")
     manager = ScriptedManager(tmp_path / "data", manager_zygote)
-    await manager.start("--provider", f"static:{hosts}", "--changes-per-s", "1000")
+    flags = ("--changes-per-s", "1000", "--default-checkpoint-url", str(tmp_path / "checkpoints"))
+    await manager.start("--provider", f"static:{hosts}", *flags)
     await manager.submit(name="known")
     yield str(manager.rest.base_url.copy_with(path="/"))
     await manager.close()

@@ -183,8 +183,8 @@ async def test_an_illegal_transition_carries_the_rows_history(database: Database
     job = await jobs.submit_job(SPEC, None)
     async with database.read() as session:
         row = await session.get_one(JobRow, job["id"])
-        with pytest.raises(IllegalTransitionError, match=r"queued to succeeded.*queued \(submitted\)"):
-            row.move_to_state(JobState.SUCCEEDED, now=1.0, reason="no")
+        with pytest.raises(IllegalTransitionError, match=r"queued to cancelled.*queued \(submitted\)"):
+            row.move_to_state(JobState.CANCELLED, now=1.0, reason="no")
 
 
 async def test_names_are_unique_among_jobs_that_are_not_over(jobs: JobService, database: Database) -> None:
@@ -240,8 +240,8 @@ async def test_a_job_keeps_the_place_of_its_checkpoints_whoever_leads_later(
     assert await url_of(job) == f"s3://bucket/jobs/{job['id']}"
     own = SPEC.model_copy(update={"name": "own", "checkpoint": CheckpointSpec(url="file:///mine")})
     assert await url_of(await jobs.submit_job(own, None)) == "file:///mine"
-    placeless = JobService(database, events, Bell(), needs_checkpoint_url=True)
-    with pytest.raises(InvalidError, match=r"'other' names no place .* give checkpoint.url, or start the managers"):
+    placeless = JobService(database, events, Bell(), no_root_because="nobody reaches it")
+    with pytest.raises(InvalidError, match=r"'other' names no place .* because nobody reaches it: give checkpoint.url"):
         await placeless.submit_job(SPEC.model_copy(update={"name": "other"}), None)
     await placeless.submit_job(own.model_copy(update={"name": "own too"}), None)
 

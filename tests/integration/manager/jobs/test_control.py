@@ -25,6 +25,7 @@ from varuna_manager.fleet.fleet import FleetService
 from varuna_manager.jobs.jobs import JobService
 from varuna_manager.jobs.stacks import StackService
 from varuna_manager.planning.planning import PlanningService
+from varuna_manager.providers.base import Provider
 from varuna_manager.providers.local import LocalMachine, LocalProvider
 from varuna_manager.providers.static import StaticHost, StaticProvider
 from varuna_manager.world.bell import Bell
@@ -181,11 +182,11 @@ async def test_a_vm_is_drained_once_and_only_while_it_is_there(database: Databas
 
 
 class Hosts:
-    """A manager of two static hosts, and the agents' reports."""
+    """A manager of two static hosts, or of another provider's VMs, and the agents' reports."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, provider: Provider | None = None) -> None:
         self.database, self.registry, events, bell = database, VmRegistry(), EventLog(database), Bell()
-        provider = StaticProvider([StaticHost(name="a"), StaticHost(name="b")], began_at=1.0)
+        provider = provider or StaticProvider([StaticHost(name="a"), StaticHost(name="b")], began_at=1.0)
         reports = ReportService(database, events, PlanningService(), bell)
         self.fleet = FleetService(database, events, self.registry, provider, reports, bell)
         self.drains = DrainService(database, self.fleet, events, bell, lambda: NOW)
@@ -239,6 +240,22 @@ async def test_a_host_that_was_drained_is_back_but_not_used(database: Database, 
     assert (back.state, back.usable, back.leave_by) == (VmState.READY, False, None)
     await hosts.drains.uncordon_vm("a")
     assert (await hosts.judge("a")).usable
+
+
+async def test_a_vm_that_is_drained_while_it_is_silent_is_given_back_when_it_is_heard_again(
+    database: Database, tmp_path: Path
+) -> None:
+    machine = LocalMachine(gpus=1, device_memory_bytes=1, host="127.0.0.1", agent_command=("true",))
+    hosts = Hosts(database, LocalProvider(tmp_path, "127.0.0.1:1", machine, None))
+    async with database.write() as session:
+        session.add(VmRow(id="a", provider="local", state="ready", history=[], gpus=1, ref={}, created_at=1.0))
+    await hosts.hello("a", "first")
+    assert (await hosts.judge("a", silent_s=11.0)).state is VmState.LOST
+    assert (await hosts.drains.drain_vm("a", 30.0))["state"] == "draining"
+    assert (await hosts.judge("a", silent_s=12.0)).state is VmState.LOST
+    await hosts.hello("a", "first")
+    back = await hosts.judge("a")
+    assert (back.state, back.leave_by) == (VmState.DRAINING, NOW + 30.0)
 
 
 async def test_a_drain_that_gives_a_vm_back_cannot_be_lifted(database: Database, tmp_path: Path) -> None:

@@ -78,3 +78,14 @@ async def test_an_agent_that_connects_during_a_look_gets_its_commands_at_the_nex
         over.loader.load_snapshot = load_snapshot  # type: ignore[method-assign]
         await over.controller.reconcile_once()
         assert any(session.sent_commands for session in returned)
+
+
+async def test_a_job_that_waits_again_though_it_has_the_profile_that_it_is_for_is_over(world: RestWorld) -> None:
+    """It was cancelled and retried when the profile had just arrived."""
+    job = queued_job()
+    job.spec, job.profiled_at = {**SPEC, "profile_only": True}, 2.0
+    await world.add(job, *(vm(vm_id) for vm_id in VMS))
+    async with controller_over(world, VMS) as over:
+        await over.controller.reconcile_once()
+    async with world.database.read() as session:
+        assert (await session.get_one(JobRow, "j")).state == "succeeded"

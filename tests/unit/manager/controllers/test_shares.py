@@ -85,6 +85,13 @@ def test_a_job_that_has_the_fleet_to_itself_mixes_types_unless_it_forbids_that()
     assert forbidden == OnlyType("V100", "resources.mix_gpu_types is false")
 
 
+def test_a_job_that_uses_few_gpus_keeps_the_large_ones() -> None:
+    sizes = {"a": ("A100", 80), "b": ("A100", 80), "c": ("T4", 16), "d": ("T4", 16), "e": ("T4", 16), "f": ("T4", 16)}
+    vms = {name: vm(name, gpu_type=kind, device_memory_bytes=gib << 30) for name, (kind, gib) in sizes.items()}
+    found = GpuTypes(vms, {}, jobs=1).find_only_type("new", Resources(max_gpus=2), ())
+    assert found == OnlyType("A100", "there are enough for resources.max_gpus 2")
+
+
 def test_a_job_that_moves_to_another_type_keeps_none_of_the_old() -> None:
     vms = [vm("a", gpu_type="V100"), vm("b", gpu_type="A100"), vm("c", gpu_type="A100")]
     job = replace(loaded("x", has=("a",)), only_type=OnlyType("A100", "several jobs share the fleet"))

@@ -27,6 +27,14 @@ def test_a_job_keeps_its_type_until_there_is_twice_as_much_of_another(
     assert choose_job_type(usable, present) == chosen
 
 
+def test_gpus_beyond_what_a_job_uses_do_not_count_and_of_equally_many_it_gets_the_larger() -> None:
+    usable, memory_bytes = {"A100": 2, "T4": 4}, {"A100": 80 << 30, "T4": 16 << 30}
+    assert choose_job_type(usable, "A100") == "T4"
+    assert choose_job_type(usable, "A100", max_gpus=2) == "A100"
+    assert choose_job_type(usable, "A100", max_gpus=3) == "A100"
+    assert choose_job_type({"Z": 2, **usable}, None, max_gpus=2, memory_bytes={**memory_bytes, "Z": 8 << 30}) == "A100"
+
+
 def test_a_pinned_type_is_the_whole_name() -> None:
     pinned = pin_type(Resources(gpu_type="a100"), OnlyType("A100", "several jobs share the fleet"))
     assert is_choosy(pinned)

@@ -30,6 +30,8 @@ def test_yaml_and_json_are_jobs() -> None:
         (VALID + "run: again\n", (7, "run", "is given twice")),
         (VALID + "copy_workdir: true\n", (7, "copy_workdir", "varuna submit")),
         ("name: [", (1, "", "not valid YAML")),
+        (VALID + "env: &e {A: b}\nlabels: *e\n", (8, "", "the alias *e is not taken here: write it out")),
+        (VALID + "env: &e {A: *e}\n", (7, "", "the alias *e is not taken")),
         ("- a list", (1, "", "expected 'key: value' lines")),
         ("", (1, "", "expected 'key: value' lines")),
     ],
@@ -40,6 +42,15 @@ def test_a_mistake_has_its_line(text: str, problem: tuple[int, str, str]) -> Non
     line, field, part = problem
     assert [(one.line, one.field) for one in problems] == [(line, field)]
     assert part in problems[0].text
+
+
+def test_a_short_text_does_not_become_a_long_document() -> None:
+    doubled = "".join(f"a{n}: &a{n} {{p: *a{n - 1}, q: *a{n - 1}}}\n" for n in range(1, 41))
+    tenfold = "".join(f"  A{n}: &b{n} [{', '.join([f'*b{n - 1}'] * 10)}]\n" for n in range(1, 11))
+    for text in ("a0: &a0 {x: 1}\n" + doubled, VALID + "env:\n  A0: &b0 [x]\n" + tenfold):
+        spec, problems = read_job_text(text)
+        assert spec is None
+        assert "alias" in problems[0].text
 
 
 @given(st.text(max_size=200) | st.text(alphabet="ab: -[]{}&*!|>'\"\n#?%@\t0", max_size=60))

@@ -138,14 +138,34 @@ def unmoved(*workers: WorkerView, **changes: object) -> GenerationView:
     return replace(made, end_cause=EndCause.VM_LOST, end_reason="VM c is lost", **changes)
 
 
-def test_a_second_loss_finds_the_stages_that_there_were() -> None:
-    last = unmoved(held(0, "a"), held(1, "d"), worker(2, "c", ExitCause.VM_GONE))
+@pytest.mark.parametrize("resumed_step", [None, 7], ids=["while they move", "when all have moved"])
+def test_a_second_loss_finds_the_stages_that_there_were(resumed_step: int | None) -> None:
+    last = unmoved(held(0, "a"), held(1, "d"), worker(2, "c", ExitCause.VM_GONE), resumed_step=resumed_step)
     vms = [vm("a"), vm("d")]
     start = start_of(view(last, vms, 2, 1), *vms)
     assert not start.in_place
     assert start.holders is not None
     assert start.holders.generation == last.number
     assert [(one.rank, one.stage) for one in start.holders.members] == [(0, 0), (1, 1)]
+
+
+def test_a_second_loss_that_takes_a_stage_before_leaves_the_new_ones() -> None:
+    """Of 1×3 each process has all of the model, and two had the same stage before."""
+    lost = worker(1, "d", ExitCause.VM_GONE)
+    last = unmoved(held(0, "a"), lost, held(2, "c"), resumed_step=7)
+    last = replace(last, plan=replace(PLAN, p=1, d=3))
+    vms = [vm("a"), vm("c"), vm("x")]
+    current = view(last, vms, 1, 3, min_gpus=3)
+    start = start_of(current, *vms)
+    assert not start.in_place
+    assert start.holders is not None
+    assert [(one.rank, one.held_stages) for one in start.holders.members] == [(0, {0}), (2, {0})]
+
+
+def test_an_error_in_the_first_step_of_other_stages_is_no_ones_state() -> None:
+    last = unmoved(held(0, "a"), held(1, "d"), held(2, "c"), resumed_step=7)
+    last = replace(last, end_cause=EndCause.SCRIPT_FAILED, end_reason="the script failed")
+    assert start_of(view(last, THREE, 3, 1), *THREE).holders is None
 
 
 def test_a_section_that_was_lost_comes_from_the_checkpoint() -> None:

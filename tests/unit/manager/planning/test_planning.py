@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from decision_views import generation, worker
-from varuna_manager.domain.memory_margin import MOST_LESSONS, NO_MARGIN, MemoryShortage, learn_margin
+from varuna_manager.domain.memory_margin import MOST_LESSONS, NO_MARGIN, MemoryMargin, MemoryShortage, learn_margin
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.planning import planning
 from varuna_manager.planning.planning import GpuOfVm, PlanningService, PlanQuestion
@@ -201,6 +201,19 @@ async def test_a_job_that_cannot_keep_its_micro_batch_waits() -> None:
     assert "the micro-batch stays 4" in kept.reason
 
 
+async def test_a_job_that_has_had_a_plan_waits_where_the_devices_that_are_left_are_too_small() -> None:
+    async def may_fit(**given: Any) -> bool:
+        found = await PlanningService().propose_plan(replace(question(profile().to_json()), **given))
+        assert found.plan is None
+        return found.possible
+
+    assert await may_fit(previous_p=1, device_memory_bytes=1), "it had larger ones"
+    assert not await may_fit(device_memory_bytes=1)
+    needs_more = MemoryMargin(factor=1e9, lessons=1)
+    assert not await may_fit(previous_p=1, margin=needs_more), "these are like those on which it ran out of memory"
+    assert await may_fit(previous_p=1, margin=needs_more, device_memory_bytes=1)
+
+
 async def test_the_answer_after_a_loss_has_a_plan_that_keeps_the_step() -> None:
     """On the devices of the survivors alone: the best one if the step can go on with it, else with its micro-batch."""
     service, asked = PlanningService(), question(several_sizes(""))
@@ -250,7 +263,7 @@ async def test_after_a_want_of_memory_plans_become_more_careful_until_none_fits(
 
 
 def typed_question(own: str, *types: str, present: Plan | None = None, **speeds: float) -> PlanQuestion:
-    """One VM of each type; the profile is of `own`, and knows the speeds of others."""
+    """One VM of each type (empty: not known by name); the profile is of `own`, and knows the speeds of others."""
     measured = profile().model_copy(
         update={
             "gpu_type": own,
@@ -267,7 +280,7 @@ def typed_question(own: str, *types: str, present: Plan | None = None, **speeds:
         devices=devices,
         device_memory_bytes=10**9,
         gpus_per_vm=1,
-        gpu_types=tuple(GpuOfVm(name, of_vm, 10**9) for name, of_vm in zip(names, types, strict=True)),
+        gpu_types=tuple(GpuOfVm(name, of_vm, 10**9) for name, of_vm in zip(names, types, strict=True) if of_vm),
         previous=devices if present is not None else (),
         present=present,
     )
@@ -346,3 +359,26 @@ async def test_one_known_type_is_named_and_one_that_is_not_known_is_not() -> Non
     unnamed = await PlanningService().propose_plan(typed_question("", "V100", "V100"))
     assert unnamed.plan is not None
     assert unnamed.plan.gpu_types == ()
+
+
+async def test_a_vm_whose_gpus_have_no_name_is_used_where_it_counts_as_the_others() -> None:
+    own = await PlanningService().propose_plan(typed_question("V100", "V100", "V100", "V100", ""))
+    assert own.plan is not None
+    assert (len(own.placement), own.plan.gpu_types) == (4, ()), "a type that is not known counts as the profile's"
+    other = await PlanningService().propose_plan(typed_question("V100", "A100", "A100", "A100", "", A100=2.0))
+    assert other.plan is not None
+    assert {device.vm_id for device in other.placement} == {"vm0", "vm1", "vm2"}
+    assert set(other.plan.gpu_types) == {"A100"}
+    loss = replace(typed_question("V100", "A100", "A100", "", A100=2.0), kept_micro_batch=1)
+    kept = await PlanningService().propose_plan(replace(loss, survivors=loss.devices[1:]))
+    assert kept.keeping is not None
+    assert kept.keeping.placement == (Device("vm1", 0),)
+
+
+async def test_an_error_of_the_placement_fails_no_job_that_has_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise ValueError("1×4 needs 4 devices and there are 3")
+
+    monkeypatch.setattr("varuna_planner.placement.place", broken)
+    found = await PlanningService().propose_plan(question(profile().to_json(), previous_p=1))
+    assert (found.plan, found.possible) == (None, True)

@@ -30,6 +30,22 @@ def test_the_client_is_told_what_it_does_not_find_by_itself() -> None:
     ) in secure
 
 
+def test_checkpoints_are_in_the_data_directory_only_where_all_find_them(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.yaml"
+    hosts.write_text("hosts:\n  - name: a\n")
+
+    def find_root(*, is_shared: bool = False, **settings: Any) -> tuple[str | None, str]:
+        given = ManagerSettings(**settings)
+        root = given.checkpoint_root(Path("/data"), is_shared=is_shared)
+        return root, given.explain_no_checkpoint_root(is_shared=is_shared)
+
+    assert find_root() == ("file:///data/checkpoints", "")
+    assert find_root(is_shared=True) == (None, "another one may lead later")
+    assert find_root(provider=f"static:{hosts}") == (None, "its VMs are other machines")
+    given = "file:///shared"
+    assert find_root(is_shared=True, provider=f"static:{hosts}", default_checkpoint_url="/shared") == (given, "")
+
+
 def test_only_a_single_managers_local_vms_end_with_it(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.yaml"
     hosts.write_text("hosts:\n  - name: a\n")
