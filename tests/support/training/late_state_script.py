@@ -4,7 +4,7 @@ It has, each for ranks of the first generation, or of the next one for its new p
 the late state when they have run a forward; "never": they fetch it when they have left; "fails": they cannot fetch it;
 "sums_after_backward", "sums_after_passes", "sums_never": the same of sums; "dies": it kills itself before its first
 forward there, when all ranks have moved; "dies_at_end": after its passes, when all ranks have their late state.
-"only_sums": no state is late on any rank.
+"only_sums": no state is late on any rank; "copies_states": a rank waits in its pass until its copy is whole.
 
 `late.rank*.json` is left by each rank that fills its late state before an update: how many forwards it has run before,
 and how many backwards when it fetched its sums.
@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import copies_script
 import training_script
 from late_marks import LateMarks
 from varuna.checkpoint import CheckpointError
@@ -100,4 +101,6 @@ def hold_up(late: dict[str, Any], rank: int, out: Path) -> None:
 if __name__ == "__main__":
     wanted = json.loads(Path(sys.argv[1]).read_text())
     hold_up(wanted["late"], int(os.environ["RANK"]), Path(wanted["out"]))
+    if wanted["late"].get("copies_states"):
+        copies_script.wait_for_copies({})
     training_script.main()

@@ -22,6 +22,7 @@ STATE = "varuna.transformers"
 """The name under which checkpoints keep the description."""
 
 WEIGHTS_FILE = "model.safetensors"
+_CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -49,10 +50,10 @@ class ModelDescription:
         config: Any = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        files = {"config.json": config.to_json_string()}
+        files = {_CONFIG: config.to_json_string()}
         generation: Any = getattr(model, "generation_config", None)
         if generation is not None:
-            files["generation_config.json"] = generation.to_json_string()
+            files[_GENERATION_CONFIG] = generation.to_json_string()
         # Names that from_pretrained ties to others: a dict in transformers 5, a list before.
         tied: Any = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
         return cls(files, sorted(tied))
@@ -67,7 +68,8 @@ class ModelDescription:
 def read_description(manifest: Manifest, where: str) -> tuple[dict[str, str], set[str]]:
     """Returns (the folder's small files by name, names that the weights may omit).
 
-    Raises CheckpointError when the checkpoint is not of a transformers model.
+    Raises CheckpointError when the checkpoint is not of a transformers model, or names other files than
+    `ModelDescription` does: who exports it may not be who wrote it.
     """
     state = manifest.state.get("user", {}).get(STATE)
     if state is None:
@@ -75,7 +77,12 @@ def read_description(manifest: Manifest, where: str) -> tuple[dict[str, str], se
             f"{where} is not of a Hugging Face transformers model that Varuna was given as it is: leave out --hf, and "
             "load the file into your own model"
         )
-    return state["files"], set(state["tied_to_others"])
+    match state:
+        case {"files": dict() as files, "tied_to_others": list() as tied}:
+            is_own = files.keys() <= {_CONFIG, _GENERATION_CONFIG}
+            if is_own and all(isinstance(text, str) for text in (*files.values(), *tied)):
+                return files, set(tied)
+    raise CheckpointError(f"{where}: the state {STATE!r} is not what Varuna writes there, so it is not exported")
 
 
 def write_beside(files: Mapping[str, str], folder: Path, tokenizer: Path | None) -> None:

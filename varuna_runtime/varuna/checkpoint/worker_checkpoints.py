@@ -42,7 +42,8 @@ _LOOK_UP_S = 0.1
 class WorkerCheckpoints:
     """Saves and loads this rank's part, together with the other ranks."""
 
-    def __init__(self, worker: WorkerProcess, everyone: RankGroup) -> None:
+    def __init__(self, worker: WorkerProcess, everyone: RankGroup, before: WorkerCheckpoints | None = None) -> None:
+        """`before`: of this process in the generation before; None: it is new."""
         self._worker = worker
         self._everyone = everyone
         self._writers: dict[str, CheckpointWriter] = {}
@@ -56,7 +57,14 @@ class WorkerCheckpoints:
             uncopied_stops_per_hour=environment.stops_without_copies_per_hour,
             pinned_interval_s=environment.checkpoint_interval_s or None,
         )
-        self.automatic = AutomaticCheckpoints(own, worker.departure, decides=environment.rank == 0, cadence=cadence)
+        self.automatic: AutomaticCheckpoints = AutomaticCheckpoints(
+            own,
+            worker.departure,
+            decides=environment.rank == 0,
+            cadence=cadence,
+            committed_step=environment.committed_step,
+            before=None if before is None else before.automatic,
+        )
         """The automatic checkpoints."""
         atexit.register(self._finish)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -29,11 +30,23 @@ class TensorBoardWriter:
 
     def __init__(self, environment: WorkerEnvironment, environ: Mapping[str, str]) -> None:
         """Raises ValueError on rank 0 when the folder is a URL, or TensorBoard is not installed."""
-        self._folder = environ.get(_VARIABLE, "") if environment.rank == 0 else ""
+        self._wanted_folder = environ.get(_VARIABLE, "")
+        self._folder = ""
         self._writer: Any = None
         self._early_values: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_MOST_EARLY)
-        """Logged before the first step of this process, which decides from where the file replaces older ones."""
+        """Logged before the first step of this process in its generation, which decides from where the file replaces
+        older ones."""
+        self.follow_generation(environment)
+
+    def follow_generation(self, environment: WorkerEnvironment) -> None:
+        """From now on this process writes as this rank, into a file of its own. Raises as the constructor."""
+        if self._writer is not None:
+            with suppress(OSError):  # every step is written
+                self._writer.close()
+            self._writer = None
+        self._folder = self._wanted_folder if environment.rank == 0 else ""
         if not self._folder:
+            self._early_values.clear()
             return
         if "://" in self._folder:
             raise ValueError(f"{_VARIABLE}={self._folder}: expected a folder, such as one of a disk that all VMs share")

@@ -17,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
+
 from varuna_proto.v1 import agent_pb2
 
 __all__ = ["ALL_REDUCE", "OPS", "Timeline", "merge_ranks"]
+
+_log = structlog.get_logger("varuna")
 
 OPS: Final = "ops"
 ALL_REDUCE: Final = "all-reduce"
@@ -108,7 +112,8 @@ class Timeline:
             self._spans.append(_Span(track, name, begin_ns, end_ns, details))
 
     def end_step(self) -> None:
-        """Sends and writes the step, and stops recording. Raises OSError when the folder cannot be written."""
+        """Sends and writes the step, and stops recording. A folder that cannot be written causes a warning and does not
+        stop training."""
         if not self.recording:
             return
         self.recording = False
@@ -117,9 +122,13 @@ class Timeline:
             self._send_step(_step_trace(self._step, spans))
         if self._folder is None or self._step not in self._steps:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step{self._step}-rank{self._rank}.json"
-        path.write_text(json.dumps({"traceEvents": self._events(spans), "displayTimeUnit": "ms"}))
+        text = json.dumps({"traceEvents": self._events(spans), "displayTimeUnit": "ms"})
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            _log.warning("the trace of a step cannot be written", path=str(path), error=str(error))
 
     def _events(self, spans: list[_Span]) -> list[dict[str, Any]]:
         links = sorted({span.track for span in spans} - {OPS, ALL_REDUCE})

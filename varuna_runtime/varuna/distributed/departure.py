@@ -241,11 +241,12 @@ class Departure:
 
         It breaks connections to other ranks, so that neither they nor this process wait for one another. The last one
         added is called first: `RankPresence` says goodbye before the connections break. If this worker has left
-        already, it is called at once.
+        already, it is called at once. It is not kept after that, because copies of states hang on it.
         """
         with self.condition:
-            self._breakers.append(break_connections)
             exit_ = self._exit if self._stays else None
+            if exit_ is None:
+                self._breakers.append(break_connections)
         if exit_ is not None:
             break_connections(exit_)
 
@@ -312,7 +313,7 @@ class Departure:
         stays = may_stay and self._decides_to_stay(exit_)
         with self.condition:
             self._exit, self._stays = exit_, stays
-            breakers = self._breakers[::-1] if stays else []
+            breakers, self._breakers = self._breakers[::-1] if stays else [], []
             self.condition.notify_all()
         for break_connections in breakers:
             break_connections(exit_)

@@ -11,7 +11,6 @@ At its end a rank waits until all others know of it, because the next thing that
 
 from __future__ import annotations
 
-import os
 import secrets
 import selectors
 import socket
@@ -25,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.calls import CallChecker, CallKind, RankCall
 from varuna.distributed.departure import Departure, GenerationEnded, PeerLost
+from varuna.distributed.forked_children import close_in_forked_children
 from varuna.distributed.presence_messages import (
     ARE_YOU_THERE,
     CALL_KNOWN,
@@ -79,8 +79,6 @@ class RankPresence(ABC):
         """The exit code with which rank 0 has said goodbye."""
         calls.announce = self._announce_call
         departure.add_breaker(self._leave)
-        # A forked child (a data loader's worker) must not keep the connections of a parent that is dead.
-        os.register_at_fork(after_in_child=self._close_sockets)
 
     @staticmethod
     def join_generation(
@@ -192,6 +190,10 @@ class RankPresence(ABC):
         self._thread = threading.Thread(target=run, name="varuna-presence", daemon=True)
         self._thread.start()
 
+    def _add_socket(self, connection: socket.socket) -> None:
+        close_in_forked_children(connection)
+        self._sockets.append(connection)
+
     def _close_sockets(self) -> None:
         for connection in self._sockets:
             connection.close()
@@ -208,7 +210,7 @@ class _ConnectedPresence(RankPresence):
             connection = socket.create_connection((host, int(port)), _CONNECT_S)
             connection.settimeout(None)
             _keep_alive(connection)
-            self._sockets.append(connection)
+            self._add_socket(connection)
             connection.sendall(token.encode() + pack_hello(rank))
         except (OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
             if isinstance(error, OSError) and is_out_of_reach(error):
@@ -278,7 +280,7 @@ class _ServingPresence(RankPresence):
             raise
         self._unproven = UnprovenConnections(self._listener, world_size + _MOST_STRANGERS, self._end_stranger)
         self._selector = selectors.DefaultSelector()
-        self._sockets.append(self._listener)
+        self._add_socket(self._listener)
         store.set(_KEY, f"{self._token.decode()} {self._listener.getsockname()[1]} {address}")
         self._start_thread(self._serve)
 
@@ -378,7 +380,7 @@ class _ServingPresence(RankPresence):
         _keep_alive(connection)
         rank = unpack_hello_rank(received[len(self._token) :])
         with self._sending:
-            self._sockets.append(connection)
+            self._add_socket(connection)
             self._connections[rank] = connection
         self._selector.register(connection, selectors.EVENT_READ, rank)
 

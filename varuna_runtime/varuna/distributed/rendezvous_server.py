@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import struct
@@ -13,6 +12,7 @@ from contextlib import suppress
 
 import structlog
 
+from varuna.distributed.forked_children import close_in_forked_children
 from varuna.distributed.handshake import GREETING_BYTES, PROOF_BYTES, MeetingKey, ServerHandshake, StrangerError
 from varuna.distributed.rendezvous_protocol import (
     HANDSHAKE_S,
@@ -71,8 +71,7 @@ class RendezvousServer:
             self._listener, _MOST_STRANGERS, lambda connection: self._close_client(self._clients[connection])
         )
         self._selector.register(self._listener, selectors.EVENT_READ)
-        # A forked child (a data loader's worker) must not keep the port of a parent that is dead.
-        os.register_at_fork(after_in_child=self._listener.close)
+        close_in_forked_children(self._listener)
         threading.Thread(target=self._serve, name="varuna-rendezvous", daemon=True).start()
 
     def stop(self) -> None:

@@ -129,18 +129,27 @@ class RendezvousStore(Store):
         return self._request(StoreOperation.WAIT, words, limit.total_seconds()) if keys else []
 
     def _request(self, op: StoreOperation, words: list[bytes], limit_s: float = 0.0) -> list[bytes]:
-        """The answer. Raises DistNetworkError when rank 0 is gone, DistStoreError when a time limit has run out."""
+        """The answer. Raises DistNetworkError when rank 0 is gone or does not answer, as does every request after that
+        one, and DistStoreError when a time limit has run out."""
         try:
             with self._requesting:
-                self._connection.settimeout(limit_s + _ANSWER_S)
-                self._connection.sendall(pack_message(op, words))
-                status, answer = receive_message(self._connection)
+                status, answer = self._exchange_messages(pack_message(op, words), limit_s + _ANSWER_S)
         except OSError as error:
             raise dist.DistNetworkError(f"the rendezvous store at {self._peer} is gone: {error}") from error
         if status == AnswerStatus.TIMED_OUT:
             raise dist.DistStoreError(f"no rank set {answer[0].decode()} in the rendezvous store within {limit_s:g} s")
         assert status == AnswerStatus.DONE, f"the rendezvous store refused {op.name}"
         return answer
+
+    def _exchange_messages(self, request: bytes, limit_s: float) -> tuple[int, list[bytes]]:
+        """Sends a request and receives its answer. Raises OSError."""
+        try:
+            self._connection.settimeout(limit_s)
+            self._connection.sendall(request)
+            return receive_message(self._connection)
+        except BaseException:
+            self.shut_down()  # an answer that comes later would be taken for that of the next request
+            raise
 
 
 def _encode_text(text: str | bytes) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import struct
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from varuna.diagnostics.error_text import first_line
+from varuna.distributed.forked_children import close_in_forked_children
 from varuna.distributed.gloo import let_go
 from varuna.distributed.handshake import GREETING_BYTES, PROOF_BYTES, MeetingKey, ServerHandshake, StrangerError
 from varuna.distributed.reach import address_towards
@@ -82,8 +82,7 @@ class StateServer(ABC):
         self._listener.setblocking(False)
         self._unproven = UnprovenConnections(self._listener, _MOST_STRANGERS, self._evict)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        # A forked child (a data loader's worker) must not keep the port.
-        os.register_at_fork(after_in_child=self._listener.close)
+        close_in_forked_children(self._listener)
         threading.Thread(target=self._accept_connections, name="varuna-holder", daemon=True).start()
 
     @abstractmethod

@@ -193,7 +193,8 @@ class HeldState:
             self._reader = None
 
     def _list_able(self) -> dict[tuple[int, int], Inventory]:
-        """The inventories that came from the newest generation, of holders that have not failed.
+        """The inventories of one generation, of holders that have not failed: of the newest whose inventories make a
+        whole state, or else of the newest. Holders may have what they had in two.
 
         By holder, which is its rank, and the place among its inventories.
         """
@@ -203,8 +204,13 @@ class HeldState:
             if holder not in self._excluded
             for place, inventory in enumerate(inventories)
         }
-        newest = max((inventory.receipt.generation for inventory in able.values()), default=0)
-        return {key: inventory for key, inventory in able.items() if inventory.receipt.generation == newest}
+        by_generation: dict[int, dict[tuple[int, int], Inventory]] = {}
+        for key, inventory in able.items():
+            by_generation.setdefault(inventory.receipt.generation, {})[key] = inventory
+        alike = [by_generation[generation] for generation in sorted(by_generation, reverse=True)]
+        return next(
+            (those for those in alike if find_newest_step(those.values()) is not None), alike[0] if alike else {}
+        )
 
     def _wait_for_inventories(self) -> None:
         if self._first_look_s is None:

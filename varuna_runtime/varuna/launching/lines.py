@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,17 +20,43 @@ _LOOKS = 20
 
 
 def make_stream_writer(stream: TextIO) -> ByteWriter:
-    """A writer of whole pieces to `stream`, for several threads; it drops them once the reader is gone."""
+    """A writer of whole pieces to `stream`, for several threads.
+
+    It drops what cannot be written, because a process whose output nobody takes stands still at its next line. It
+    reports the first error on standard error, unless it is that the reader is gone.
+    """
     lock = threading.Lock()
+    has_failed = False
 
     def write(piece: bytes) -> None:
-        with lock, suppress(BrokenPipeError):
-            stream.flush()
-            view = memoryview(piece)
-            while view:
-                view = view[os.write(stream.fileno(), view) :]
+        nonlocal has_failed
+        with lock:
+            try:
+                stream.flush()
+                _write_all(stream.fileno(), piece)
+            except BrokenPipeError:
+                pass
+            except OSError as error:
+                if not has_failed:
+                    has_failed = True
+                    _report_loss(error)
 
     return write
+
+
+def _write_all(descriptor: int, piece: bytes) -> None:
+    view = memoryview(piece)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # another process with the same pipe or terminal has made it so
+            select.select([], [descriptor], [])
+
+
+def _report_loss(error: OSError) -> None:
+    with suppress(OSError):  # it may be standard error that cannot be written
+        text = f"varuna: lines are lost while the output cannot be written: {error.strerror or error}\n"
+        os.write(sys.stderr.fileno(), text.encode())
 
 
 class LineRelay:

@@ -72,13 +72,27 @@ class ScriptChanges:
         self._agreed = [modes[path] for path in self._paths] + self._traced[len(self._paths) :]
         self._wrapped = list(self._agreed)
         self._seen = self._agreed
-        self._began = False
+        self._held = self._agreed
+        """What the ranks had agreed on before the step under way."""
+        self._has_stepped = False
+        """Whether the script has called for a step."""
+        self.has_agreed = False
+        """Whether the ranks have agreed on a step before the one under way."""
+        self._have_met = False
+        """Whether the next ranks need no exchange before their first pass."""
+        self._have_begun = False
+        """Whether these ranks have begun a step together."""
         for part, training in zip(self._modules, self._agreed, strict=False):
             part.training = training
 
     def follow_ranks(self, everyone: RankGroup) -> None:
         """From now on these are the ranks that agree. They have agreed on the same so far."""
-        self._everyone = everyone
+        self._everyone, self._have_begun = everyone, self._have_met
+
+    def meet_ranks(self, *, have_agreed: bool) -> None:
+        """`have_agreed`: those of the next ranks that are not new have agreed on a step before, each with others. Else
+        they exchange their changes before their first pass, as all ranks do in a first step."""
+        self._have_met = have_agreed
 
     def follow_stage(self, own: Mapping[str, nn.Parameter], given_out: Mapping[str, nn.Parameter]) -> None:
         """From now on the stage in the same modules has these parameters."""
@@ -91,15 +105,34 @@ class ScriptChanges:
 
     # The parts of a step, in their order
 
-    def begin_step(self) -> None:
-        """Finds what the script has changed, and sets the stage as agreed for the next pass."""
-        if not self._began or len(self._everyone.ranks) == 1:
-            self._began = True
+    def hold_agreement(self) -> None:
+        """The script calls for the next step, so all ranks have agreed on the same."""
+        self._held, self.has_agreed, self._has_stepped = self._agreed, self._has_stepped, True
+
+    def restore_agreement(self) -> None:
+        """The step begins again in another generation. A loss may have come when some ranks had exchanged their changes
+        in it and others had not, so all go back to what they agreed on before, with what each has seen since."""
+        self._agreed = self._held
+
+    def begin_step(self, *, is_rest: bool = False) -> None:
+        """Finds what the script has changed, and sets the stage as agreed for the next pass.
+
+        In their first step the ranks exchange their changes before the pass: scripts may have made some before it.
+        `is_rest`: not in this step, of which sums are kept that were made as agreed before; the same on all ranks.
+        """
+        exchanges = not self._have_begun or len(self._everyone.ranks) == 1
+        self._have_begun = True
+        if exchanges and not is_rest:
             self.exchange_changes()
             return
-        self._seen = self._find_changes()
-        if self._seen != self._agreed:
+        self._find_new_changes()
+        if self.are_pending:
             self._set_state(self._agreed, self._modules, self._own)
+
+    def _find_new_changes(self) -> None:
+        """Does nothing when a change is pending: the stage is set as agreed then, so that it no longer shows it."""
+        if not self.are_pending:
+            self._seen = self._find_changes()
 
     @property
     def are_pending(self) -> bool:
@@ -109,8 +142,7 @@ class ScriptChanges:
     def exchange_changes(self) -> None:
         """Makes a change seen by any rank a change on all ranks. Called by all ranks; a collective of a few kB."""
         before = self._agreed
-        if not self.are_pending:  # else the stage is set as agreed, for the pass
-            self._seen = self._find_changes()
+        self._find_new_changes()
         differs = torch.tensor([a != b for a, b in zip(self._seen, before, strict=True)], dtype=torch.float32)
         self._everyone.all_reduce([differs])
         self._agreed = [old != changed for old, changed in zip(before, (differs > 0).tolist(), strict=True)]

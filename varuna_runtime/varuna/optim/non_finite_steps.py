@@ -9,12 +9,11 @@ step, or for the updates that plain PyTorch makes. All ranks decide from the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import structlog
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from varuna.distributed.agreement import StepTotals, agree_on_totals
 from varuna.distributed.groups import RankGroup
@@ -26,7 +25,6 @@ __all__ = [
     "check_max_non_finite_steps",
     "describe_non_finite",
     "first_non_finite_parameter",
-    "keep_buffers_finite",
 ]
 
 _log = structlog.get_logger("varuna")
@@ -66,6 +64,10 @@ class NonFiniteSteps:
     def count_anew(self) -> None:
         """Forgets the steps in a row so far, which new ranks do not know. To be called on all ranks."""
         self.in_a_row = 0
+
+    def leaves_no_trace(self, loss: float, norm: float) -> bool:
+        """Whether a step with this agreed loss and gradient norm must not change the buffers that forward writes."""
+        return not (self.lets_pass or (math.isfinite(loss) and math.isfinite(norm)))
 
     def decide_skip(self, step: int, loss: float, norm: float, scaler: LossScaler | None) -> bool:
         """Whether to skip the update of `step`. Called after every step, with values that all ranks have agreed on.
@@ -121,18 +123,6 @@ def check_max_non_finite_steps(most_in_a_row: int | None) -> None:
             f"max_non_finite_steps={most_in_a_row!r}: give the number of steps in a row that may be skipped "
             "because their loss or gradient is not finite; 0 ends the run at the first such step"
         )
-
-
-@contextmanager
-def keep_buffers_finite(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Around a step: restores each buffer that was finite before the step and is not finite after it."""
-    floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-    before = [buffer.clone() for buffer in floating]
-    yield
-    with torch.no_grad():
-        for buffer, old in zip(floating, before, strict=True):
-            if not buffer.isfinite().all() and old.isfinite().all():
-                buffer.copy_(old)
 
 
 def first_non_finite_parameter(parameters: Mapping[str, nn.Parameter]) -> str | None:

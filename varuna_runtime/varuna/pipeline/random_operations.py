@@ -114,6 +114,16 @@ def _of_tensors(streams: ExampleStreams, func: Any, keys: Any, *tensors: Tensor)
     )
 
 
+def _copied_to_out(like: Any, handler: Handler) -> Handler:
+    """The handler of an operation with `out=`, from that of `like`, which makes its tensor itself."""
+
+    def draw(streams: ExampleStreams, func: Any, keys: Any, *args: Any, out: Tensor) -> Tensor:
+        drawn = handler(streams, like, keys, *args)
+        return out.resize_(drawn.shape).copy_(drawn)
+
+    return draw
+
+
 def _randperm(streams: ExampleStreams, func: Any, keys: Any, n: int, *, out: Tensor) -> Tensor:
     if streams.belongs_to_step((n,)):
         generator = streams.seeded_generator(out.device, mix_seed(streams.new_key()))
@@ -135,6 +145,7 @@ def _fused(streams: ExampleStreams, func: Any, keys: Any, *args: Any, **kwargs: 
 _HANDLERS: dict[str, Handler] = {
     "bernoulli_.float": _bernoulli_in_place,
     "bernoulli_.Tensor": lambda streams, func, keys, tensor, p: _bernoulli_of(streams, func, tensor, p),
+    "bernoulli.out": lambda streams, func, keys, p, *, out: _bernoulli_of(streams, func, out.resize_(p.shape), p),
     "uniform_": _fill_in_place,
     "normal_": _fill_in_place,
     "random_": _fill_in_place,
@@ -148,9 +159,13 @@ _HANDLERS: dict[str, Handler] = {
     "normal.Tensor_Tensor": _normal,
     "normal.Tensor_float": _normal,
     "normal.float_Tensor": _normal,
+    "normal.Tensor_Tensor_out": _copied_to_out(_aten.normal.Tensor_Tensor, _normal),
+    "normal.Tensor_float_out": _copied_to_out(_aten.normal.Tensor_float, _normal),
+    "normal.float_Tensor_out": _copied_to_out(_aten.normal.float_Tensor, _normal),
     "rrelu_with_noise": _rrelu,
     "rrelu_with_noise_": _rrelu,
     "multinomial": _multinomial,
+    "multinomial.out": _copied_to_out(_aten.multinomial.default, _multinomial),
     "poisson": _of_tensors,
     "binomial": _of_tensors,
     "_standard_gamma": _of_tensors,
@@ -187,7 +202,7 @@ def _hook(func: Any, handler: Handler) -> Callable[..., Any]:
     def hook(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         keys = keyset & _NEXT
         given = args[place] if 0 <= place < len(args) else kwargs.get("generator")
-        device = kwargs["out"].device if "out" in kwargs else args[0].device
+        device = kwargs["out"].device if "out" in kwargs else next(x.device for x in args if isinstance(x, Tensor))
         if given is not None or device.type == "meta":
             return func.redispatch(keys, *args, **kwargs)
         streams = active_streams()

@@ -75,7 +75,9 @@ class TrainingCheckpoints:
         """Of the state that this process holds, as counted last; 0: not counted yet."""
         self._counts_optimizers = False
         """Whether `state_bytes` has state of the optimizers, which is there after their first update."""
-        self.follow_ranks(assembly.everyone, wrapped.model_map)
+        self._everyone = assembly.everyone
+        self.hold_stage(wrapped.model_map)
+        self.checkpointing = WorkerCheckpoints(self._worker, self._everyone)
 
     def follow_stage(self, stage: Stage) -> None:
         """From now on checkpoints have what this stage holds, when `hold_stage` has been called."""
@@ -87,7 +89,7 @@ class TrainingCheckpoints:
         """From now on this process saves and loads as its rank among `everyone`. A save under way is not waited for."""
         self._everyone = everyone
         self.hold_stage(model_map)
-        self.checkpointing = WorkerCheckpoints(self._worker, everyone)
+        self.checkpointing = WorkerCheckpoints(self._worker, everyone, before=self.checkpointing)
 
     def hold_stage(self, model_map: ModelMap) -> None:
         """From now on checkpoints have what the stage holds by this map."""
@@ -121,7 +123,7 @@ class TrainingCheckpoints:
 
     def boundary_requests(self) -> BoundaryRequests:
         """What this rank wants at the next boundary between steps."""
-        return self.checkpointing.automatic.choose_requests()
+        return self.checkpointing.automatic.choose_requests(self._progress.step + 1)
 
     def set_boundary_requests(self, requests: BoundaryRequests) -> None:
         """Notes what all ranks want at the next boundary between steps."""
@@ -148,6 +150,7 @@ class TrainingCheckpoints:
     def save_checkpoint(
         self, url: str, step: int | None, *, request: CheckpointRequest, tmpdir: str | None, in_background: bool
     ) -> None:
+        self._progress.check_state()
         if (fault := self._find_fault()) is not None:
             raise CheckpointError(f"checkpoint(): {fault}, so no training could resume from this checkpoint")
         if self._updater.accumulation.is_pending:
@@ -191,20 +194,24 @@ class TrainingCheckpoints:
                 f"load_checkpoint({step}): other ranks give another iteration (the mean is {mean:g}); "
                 "give every rank the same"
             )
-        self.continue_from(self.checkpointing.load_checkpoint(url, step, self.training_state()))
+        self.continue_from(self.checkpointing.load_checkpoint(url, step, self._state_to_load()))
 
     def resume_training(self, *, allow_fresh_start: bool) -> None:
         """Loads the newest checkpoint of the job, if there is one."""
         self.were_loaded = True
         self._worker.phases.end_phase("script")
         loaded = self.checkpointing.resume_newest(
-            self.training_state(),
+            self._state_to_load(),
             memory=HeldState.from_environment(self._worker.environment, self._worker.rendezvous.store),
             allow_fresh_start=allow_fresh_start,
         )
         if loaded is not None:
             self.continue_from(loaded)
         self._worker.phases.end_phase("load")
+
+    def _state_to_load(self) -> TrainingState:
+        """The state of this rank, which is half of another step from the first change until `continue_from`."""
+        return replace(self.training_state(), before_load=self._progress.begin_load)
 
     def continue_from(self, loaded: LoadedCheckpoint) -> None:
         """The parameters and the optimizers' state are loaded; the rest follows them."""
@@ -216,6 +223,7 @@ class TrainingCheckpoints:
         self._progress.samples.load_cursor(loaded, self._worker.environment)
         self._progress.seed = loaded.seed
         self.registered.load_states(loaded)
+        self._progress.is_half_loaded = False
         if average is not None and not loaded.averaged:
             average.reset_averages()
             _log.warning(

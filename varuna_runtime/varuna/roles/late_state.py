@@ -94,6 +94,8 @@ class LateState:
         """Of the state that comes from other ranks."""
         self.lacks_state = source.lacks_state
         """Whether some of the state is late."""
+        self.has_lacked_state = self.lacks_state
+        """Whether some was when this began. The same on all ranks, which fill theirs at different moments."""
         self._sums: Sequence[Mapping[str, Tensor]] | None = None
         """That have come; None: they have not."""
         self._has_sums = False

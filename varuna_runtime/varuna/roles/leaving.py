@@ -95,7 +95,7 @@ class StateHolder:
             return False
         if reason := self.find_script_obstacle():
             self._parts.worker.link.report_script_obstacle(reason)
-        if accumulation.is_pending:
+        if accumulation.is_pending or progress.is_half_loaded:
             return False
         if progress.other_call is not None and not (progress.can_reevaluate and not self.find_obstacle()):
             _log.info(f"this process ends with its generation: it is in {progress.other_call.name.lower()}()")
@@ -214,7 +214,10 @@ class StateHolder:
     # Giving
 
     def give_state(self, command: GiveCommand | StoreCommand) -> None:
-        """Gives the state to new processes, or leaves it to them in memory, and ends this process."""
+        """Gives the state to new processes, or leaves it to them in memory, and ends this process.
+
+        After a move, until a step is agreed on: it gives the states of both stages, and leaves that of the one before.
+        """
         self._give(command, self._parts.progress.step, self._held)
 
     def give_copies(self, command: GiveCommand | StoreCommand) -> None:
@@ -239,6 +242,11 @@ class StateHolder:
             )
             end_process(EXIT_GENERATION_ENDED)
             return
+        copies = [copy for copy in self._list_copies() if copy is not held]
+        if held is not None and held is self._held and self._has_whole_stage:
+            # Who is left may lack some of the stages before, or of the present ones: the others need either.
+            copies.append(self._publish_apart(held))
+            held = None
         end_as_holder(
             state,
             step,
@@ -247,8 +255,13 @@ class StateHolder:
             command=command,
             link=worker.link,
             held=held,
-            copies=[copy for copy in self._list_copies() if copy is not held],
+            copies=copies,
         )
+
+    @property
+    def _has_whole_stage(self) -> bool:
+        """Whether this process is in no move, and has all of its stage's state."""
+        return self._unmoved is None and not self.is_between_stages and not self._parts.lacks_state
 
     def _store_after_failure(self) -> None:
         """The script has raised an exception: leaves the state in memory if it is that after a step, for a script that
@@ -261,9 +274,8 @@ class StateHolder:
             is_whole = step.totals is None  # no update has begun
         else:
             is_whole = parts.habits.is_between_steps(parts.updater.optimizers, parts.checkpoints.registered)
-        is_whole &= progress.other_call is None and not parts.updater.accumulation.is_pending
-        is_whole &= self._held is None and self._unmoved is None and not self.is_between_stages
-        is_whole &= not self._parts.lacks_state
+        is_whole &= not (progress.has_call_failed or progress.is_half_loaded or parts.updater.accumulation.is_pending)
+        is_whole &= self._held is None and self._has_whole_stage
         if not is_whole or not are_finite(parts.parameters.values()):
             _log.warning("the script failed where its state is of no use to another process")
             return
@@ -286,8 +298,9 @@ class StateHolder:
             *([] if states is None else states.list_copies()),
             *([] if parting is None else parting.list_copies()),
         ]
-        return copies if self._unmoved is None else [self._publish_copy(held) for held in copies]
+        return copies if self._unmoved is None else [self._publish_apart(held) for held in copies]
 
-    def _publish_copy(self, held: HeldFiles) -> HeldFiles:
+    def _publish_apart(self, held: HeldFiles) -> HeldFiles:
+        """Under a rank that no process has."""
         rank = self._parts.worker.environment.world_size + held.inventory.receipt.rank
         return replace(held, inventory=held.inventory.model_copy(update={"published_as": rank}))

@@ -82,6 +82,7 @@ class GenerationMeeting:
             trace_digest=parts.trace_digest,
             is_new=before is None,
             follows_shape=before is None or not self._holder.find_script_obstacle(),
+            has_agreed=parts.changes.has_agreed,
         )
         own = add_step(own, step)
         marked: Sequence[MarkedSums] = self._list_marked(step)
@@ -90,6 +91,8 @@ class GenerationMeeting:
         texts = worker.rendezvous.exchange_values("member", everyone, own.to_json())
         members = [GenerationMember.from_json(text) for text in texts]
         self._settle_evaluations(members, is_new=own.is_new)
+        self._settle_weight(members)
+        parts.changes.meet_ranks(have_agreed=all(member.has_agreed for member in members if not member.is_new))
         settled = settle_sums(members, worker.environment.plan, parts.stages)
         totals = choose_totals(own, settled.members, is_reduced=step is not None and step.is_reduced)
         all_follow = all(member.follows_shape for member in settled.members)
@@ -102,6 +105,7 @@ class GenerationMeeting:
             step.totals = progress.committed_totals = totals
         if step.totals is None:  # it is run again
             step.is_reduced = False
+            parts.changes.restore_agreement()
             step.rest = plan_rest(settled, worker.environment, parts.stages)
             if not all_follow:
                 self._prepare_last_step(step, settled)
@@ -126,6 +130,14 @@ class GenerationMeeting:
             progress.evaluations = newest.evaluations
         elif progress.evaluations < newest.evaluations:
             progress.missed_loss = newest.evaluated_loss
+
+    def _settle_weight(self, members: Sequence[GenerationMember]) -> None:
+        """Expects the weights that the others do, if this rank does not know any: ranks that take the last stage now
+        and do not know it would exchange what those that have had it do not."""
+        expected = self._parts.expected_weight
+        known = (member.weight_per_example for member in members if member.weight_per_example is not None)
+        if not expected.is_known and (weight := next(known, None)) is not None:
+            expected.follow_others(weight)
 
     def _list_copied(self, committed: int, before: WorkerEnvironment | None) -> list[tuple[int, int]]:
         """The sections of each stage whose state after `committed` steps this process can give a copy of."""
@@ -172,4 +184,6 @@ class GenerationMeeting:
 
 
 def _find_sums(mark: ShareMark, marked: Sequence[MarkedSums]) -> Mapping[str, Tensor]:
-    return {} if mark.is_empty else next(one.sums for one in marked if one.mark == mark)
+    """`mark`: as it came back from the ranks, so it is equal only in what says which it is: its loss may be a NaN."""
+    same = (mark.key, mark.sections, mark.spans)
+    return {} if mark.is_empty else next(sums for one, sums in marked if (one.key, one.sections, one.spans) == same)

@@ -6,7 +6,6 @@ they lack, and connect. A new process among them does the same in its script's `
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,6 @@ from varuna.assembly.assembly import connect_stage
 from varuna.data.batches import follow_shape
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.start_phases import StartPhases
-from varuna.diagnostics.tensorboard import TensorBoardWriter
 from varuna.distributed.agreement import StepTotals, agree_on_totals
 from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
@@ -133,9 +131,6 @@ class GenerationMembership:
         assert loaded is not None
         parts.checkpoints.continue_from(loaded)
         parts.changes.begin_step()  # what was loaded of them is agreed on by the others
-        for member in settled.members:
-            if member.weight_per_example is not None:
-                parts.expected_weight.follow_others(member.weight_per_example)
         self._first_step = FirstStep(rest)
         if rest is not None and rest.sums is not None:
             kept = follow_sums(rest.sums, settled, worker.environment, rest.expected_weight)
@@ -251,6 +246,9 @@ class GenerationMembership:
                     raise
             except (RuntimeError, OSError, ValueError) as error:
                 _log.warning("this process cannot go on in the next generation: it ends", reason=str(error))
+                end_process(EXIT_PEER_LOST)
+            except Exception:  # a flaw of Varuna is not the script's fault, which could fail the job
+                _log.exception("this process cannot go on in the next generation: it ends")
                 end_process(EXIT_PEER_LOST)
             else:
                 return
@@ -451,6 +449,6 @@ class GenerationMembership:
         parts.non_finite.set_logging(logs=environment.rank == 0)
         if environment.survivors:
             parts.non_finite.count_anew()
-        parts.scalars = TensorBoardWriter(environment, os.environ)
+        parts.scalars.follow_generation(environment)
         parts.checkpoints.follow_ranks(parts.assembly.everyone, parts.model_map)
         follow_shape(environment)

@@ -63,6 +63,8 @@ class TrainingProgress:
         newest_step: the newest call of `step`; None before the first one.
         committed_totals: of the newest committed step.
         other_call: the call under way, unless it is a step.
+        has_call_failed: another call than a step is under way, or has raised an exception and no call has followed.
+        is_half_loaded: a load has begun to change the state, and has not ended. It may have failed there.
         can_reevaluate: an evaluation is under way that can begin again in another generation.
         evaluations: how many are done.
         evaluated_loss: of the newest of them.
@@ -78,11 +80,25 @@ class TrainingProgress:
         self.newest_step: TrainingStep | None = None
         self.committed_totals: StepTotals | None = None
         self.other_call: CallKind | None = None
+        self.has_call_failed = False
+        self.is_half_loaded = False
         self.can_reevaluate = False
         self.evaluations = 0
         self.evaluated_loss = 0.0
         self.missed_loss: float | None = None
         self._counting = threading.Lock()
+
+    def begin_load(self) -> None:
+        """A load begins to change the state."""
+        self.is_half_loaded = True
+
+    def check_state(self) -> None:
+        """Raises RuntimeError where the state is of no step."""
+        if self.is_half_loaded:
+            raise RuntimeError(
+                "load_checkpoint() or resume() has failed half-way, so the state may be of two steps: load a "
+                "checkpoint again, or end the script"
+            )
 
     def count_step(self, step: TrainingStep, examples: int) -> None:
         """Counts the step, whose update has been made, with so many examples in its global batch."""

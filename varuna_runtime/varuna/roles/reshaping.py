@@ -103,6 +103,8 @@ class GenerationMember:
     """Whether its process has only just started, and has no state yet."""
     follows_shape: bool = True
     """Whether its script can go on in another shape after the step under way."""
+    has_agreed: bool = False
+    """Whether it has agreed on a step before that one."""
 
     @property
     def evaluation(self) -> int | None:

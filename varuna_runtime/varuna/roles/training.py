@@ -32,7 +32,6 @@ from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import GenerationEnded, PeerLost
 from varuna.distributed.topology import share_of_batch
 from varuna.model.fixed_module import ModelSurface
-from varuna.optim.non_finite_steps import keep_buffers_finite
 from varuna.optim.optimizers import check_parameters, find_learning_rate, log_left_out
 from varuna.optim.parameter_updater import StepGradient
 from varuna.optim.precision import LossScaler
@@ -139,6 +138,7 @@ class TrainingRole:
     def train_step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None) -> tuple[float, bool, float]:
         batch = find_recent_batch(inputs)
         step = TrainingStep(inputs=inputs, batch=batch, clip_grad_max_norm=clip_grad_max_norm)
+        self._changes.hold_agreement()
         self._membership.begin_first_step(step)
 
         def run() -> tuple[float, bool, float]:
@@ -195,9 +195,10 @@ class TrainingRole:
         self._check_optimizers("step")
         if self._progress.is_broken:
             raise RuntimeError("an earlier step failed half-way, so the ranks may disagree: end the script")
+        self._progress.check_state()
         self._updater.check_gradients()
         clip_factor(0.0, step.clip_grad_max_norm)  # refuses a bad bound before any work is done
-        self._progress.newest_step = step
+        self._progress.newest_step, self._progress.has_call_failed = step, False
         self._parts.habits.begin_step(self._updater.optimizers, self.checkpoints.registered)
         self._worker.departure.raise_if_leaving()
         self._membership.check_call(CallKind.STEP)
@@ -211,7 +212,7 @@ class TrainingRole:
         STEP_CLOCK.begin_step()
         self._membership.report_ready()
         self._progress.is_broken = True
-        self._changes.begin_step()
+        self._changes.begin_step(is_rest=step.rest is not None)
         self._follow_changes()
         self._begin_copies()
 
@@ -287,8 +288,7 @@ class TrainingRole:
         If a rank has seen a change by the script (`StepTotals.changed`), everything is as it was before.
         """
         accumulation, stage = self._updater.accumulation, self.assembly.stage
-        kept = [] if self._parts.non_finite.lets_pass else list(stage.written.homes.values())
-        with keep_buffers_finite(kept), self._passing(in_order=True):
+        with self._passing(in_order=True):
             accumulation.hold_gradients(stage.parameters.values())
             scale = self.loss_scale
             try:
@@ -309,8 +309,9 @@ class TrainingRole:
                 raise
             if totals.changed:
                 step.is_reduced, step.rest = False, None
-                stage.written.discard_writes()
                 accumulation.restore_gradients(stage.parameters.values())
+            if totals.changed or self._parts.non_finite.leaves_no_trace(totals.loss, self._step_gradient(totals).norm):
+                stage.written.discard_writes()
             else:
                 stage.written.write_back()
         return totals
@@ -469,12 +470,13 @@ class TrainingRole:
         if self._worker.departure.stays:
             self._membership.join_next(None)
         self._membership.check_call(kind)
-        self._progress.other_call = kind
+        self._progress.other_call, self._progress.has_call_failed = kind, True
         try:
             self._worker.departure.raise_if_leaving()
             self._worker.calls.enter_call(kind, self._progress.step)
             with STEP_CLOCK.measure(_ACTIVITIES[kind]) if kind in _ACTIVITIES else nullcontext():
                 yield
+            self._progress.has_call_failed = False
         finally:
             self._progress.other_call = None
 

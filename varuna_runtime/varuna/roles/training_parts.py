@@ -179,8 +179,10 @@ class TrainingParts:
 
     @property
     def can_copy_state(self) -> bool:
-        """Whether the state is that after a step, and nothing waits to be added to it."""
-        return self.progress.step > 0 and not self.lacks_state and not self.updater.accumulation.is_pending
+        """Whether the state is that after a step, and nothing waits to be added to it. The same on all ranks at the
+        beginning of a step, though some may have filled what was late by then."""
+        was_late = self.late is not None and self.late.has_lacked_state
+        return self.progress.step > 0 and not was_late and not self.updater.accumulation.is_pending
 
     def find_copies_figures(self) -> CopiesFigures:
         """What is known of the generation's copies after a step."""

@@ -68,9 +68,9 @@ def test_passes_run_before_the_optimizers_state_is_there(more: dict[str, Any], z
 
 
 def test_replicas_copy_their_states_when_these_are_no_longer_late(zygote: Zygote, tmp_path: Path) -> None:
-    task = Task(steps=30)
+    task = Task(steps=STEPS + 1)
     with ExitStack() as stack:
-        world = lose_one(stack, zygote, tmp_path, task, {}, p=1, keepers=(1,))
+        world = lose_one(stack, zygote, tmp_path, task, {"copies_states": True}, p=1, keepers=(1,))
         assert_exact(world.finish(), train_plainly(task), task)
         ready = world.ends[0].wait_for_number("ready", 2).ready
         assert ready.late_bytes > 0
@@ -179,6 +179,18 @@ def test_a_script_that_looks_into_late_state_waits_for_it(zygote: Zygote, tmp_pa
         assert world.ends[NEW].wait_for_number("ready", 1).ready.late_bytes > 0
 
 
+def test_a_script_looks_into_late_state_where_replicas_copy_theirs(zygote: Zygote, tmp_path: Path) -> None:
+    """All ranks meet for their first copies in the same step, though one of them has its whole state earlier."""
+    task = Task(steps=STEPS, doubled=True)
+    with ExitStack() as stack:
+        wanted = {"late": {}, "pause_s": PAUSE_S, "reads_state": True}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 1, 3, script=SCRIPT, wanted=wanted, keepers=(1,))
+        world.leave_at_boundary()
+        world.grow(replace(world.plan, p=2, d=2), [0, None, 1, 2])
+        assert_exact(world.finish(), train_plainly(task), task)
+        assert world.ends[3].wait_for_number("ready", 1).ready.late_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("late", "of_new", "reads_state"),
     [
@@ -244,3 +256,16 @@ def test_a_rank_is_lost_when_all_have_their_late_state(zygote: Zygote, tmp_path:
         assert {(one.gives_only, one.step) for one in left.values()} == {(False, LOST_IN - 1)}
         world.go_on_as(replace(world.plan, p=1, d=2), [0, 3])
         assert_exact(world.finish(), train_plainly(task), task)
+
+
+@pytest.mark.parametrize(("p", "lost"), [(3, 2), (1, 3)], ids=["the stages before", "the new ones"])
+def test_new_processes_take_whichever_stages_are_left_when_all_have_moved(
+    p: int, lost: int, zygote: Zygote, tmp_path: Path
+) -> None:
+    """Before the update: two of 3×1 have all stages of 2×2, and each of 1×3 has all of the model."""
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        world = lose_one(stack, zygote, tmp_path, task, {"dies_at_end": [lost]}, p=p)
+        holders = {rank: first for rank, first in enumerate(world.ranks) if first != lost}
+        left = finish_in_new_processes(stack, zygote, tmp_path, world, holders)
+        assert [(one.gives_only, one.step) for one in left] == [(False, LOST_IN - 1)] * 2

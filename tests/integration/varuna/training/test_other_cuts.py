@@ -100,6 +100,19 @@ def test_the_states_size_has_the_optimizers_after_a_loss_in_the_first_step(zygot
         assert_as_if_undisturbed(world, task)
 
 
+@pytest.mark.slow
+def test_ranks_become_the_last_stage_in_a_first_step_whose_weight_only_some_know(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    task = Task(steps=3, padded=True, doubled=True)
+    with ExitStack() as stack:
+        wanted = {"kill": {"rank": 3, "at": "before the sums"}}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted, script=SCRIPT)
+        world.wait_until_left({3})
+        assert world.go_on_as(replace(world.plan, p=1, d=3), [0, 1, 2]) == [0, 0, 0]
+        assert_as_if_undisturbed(world, task)
+
+
 def test_a_rank_is_lost_in_the_exchange_and_the_others_have_everything(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS)
     with ExitStack() as stack:

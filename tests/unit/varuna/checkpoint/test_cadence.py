@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna.checkpoint import decide_save
+from varuna.checkpoint import TrainingState, decide_save
 from varuna.checkpoint.saving.automatic import AutomaticCheckpoints
 from varuna.distributed.departure import Departure
 from varuna_planner.liveput.checkpoint_interval import Cadence
@@ -98,13 +98,91 @@ def test_saves_are_as_often_as_without_copies_until_others_have_one(monkeypatch:
         writer: Any = _SlowWriter()
         automatic = AutomaticCheckpoints(writer, Departure(), decides=True, cadence=cadence)
         saves = 0
-        for _ in range(600):
+        for second in range(600):
             now_s[0] += 1.0
             automatic.record_copies(are_whole=are_whole)
-            if automatic.choose_requests().save:
+            if automatic.choose_requests(second + 1).save:
                 saves += 1
-                automatic._last_save_s = now_s[0]
+                automatic._note_save()
         return saves
 
     assert count_saves(are_whole=True) == 600 // 100, "a save may take a hundredth of the time"
     assert count_saves(are_whole=False) > 2 * 600 // 100
+
+
+class _Generation:
+    """One in which a step takes ten seconds, and the user wants a save every 600 s."""
+
+    STEP_S = 10.0
+
+    def __init__(self, clock_s: list[float], before: _Generation | None = None, **known: Any) -> None:
+        writer: Any = _Writer()
+        self._clock_s, self._step = clock_s, known.pop("first_step", 0)
+        self.automatic: AutomaticCheckpoints = AutomaticCheckpoints(
+            writer,
+            Departure(),
+            decides=True,
+            cadence=Cadence(pinned_interval_s=600.0),
+            before=None if before is None else before.automatic,
+            **known,
+        )
+
+    def run_steps(self, count: int) -> int | None:
+        """Returns how many steps were done when a save was due; None: none was due."""
+        for number in range(1, count + 1):
+            self._clock_s[0] += self.STEP_S
+            self._step += 1
+            self.automatic.record_agreement(self.automatic.choose_requests(self._step))
+            saves = self.automatic.keeps_state
+            self.automatic.apply_agreement(self._step, lambda: cast(TrainingState, None))
+            if saves:
+                return number
+        return None
+
+
+class _Writer:
+    last_stall_s, last_write_s, in_flight = None, None, False
+
+    def start_save(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock_s = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock_s[0])
+    return clock_s
+
+
+def test_a_process_that_goes_on_in_place_counts_from_its_newest_save(clock_s: list[float]) -> None:
+    """Morphs may come more often than saves."""
+    first = _Generation(clock_s)
+    assert first.run_steps(50) is None
+    second = _Generation(clock_s, first)
+    assert second.run_steps(60) == 10
+    third = _Generation(clock_s, second)
+    assert third.run_steps(59) is None
+    assert _Generation(clock_s, third).run_steps(1) == 1
+
+
+@pytest.mark.parametrize("has_saved", [False, True])
+def test_what_was_saved_counts_and_not_what_was_begun(clock_s: list[float], has_saved: bool) -> None:
+    """The save may have been under way when the processes left, and may have lacked a part."""
+    first = _Generation(clock_s)
+    assert first.run_steps(60) == 60
+    second = _Generation(clock_s, first, first_step=60, committed_step=60 if has_saved else 5)
+    assert second.run_steps(60) == (60 if has_saved else 5)
+
+
+@pytest.mark.parametrize(
+    ("committed", "due_after"),
+    [(100, 60), (70, 30), (0, 2)],
+    ids=["it begins with the checkpoint", "steps are not saved", "nothing is saved, and the time of a step not known"],
+)
+def test_new_processes_count_the_steps_since_the_newest_checkpoint(
+    clock_s: list[float], committed: int, due_after: int
+) -> None:
+    """They have the state from memories, or from the checkpoint itself."""
+    generation = _Generation(clock_s, first_step=100, committed_step=committed)
+    assert generation.run_steps(100) == due_after
+    assert generation.run_steps(100) == 60

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from training_roles import training_role
 from varuna import CutPoint, Varuna
+from varuna.checkpoint import hugging_face
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.export import export_model, main
 from waiting import DEADLINE_S
@@ -41,12 +43,27 @@ class Model(nn.Module):
         return self.head(x).square().mean() * self.scale
 
 
-def trained(store: Path, *steps: int) -> nn.Module:
+class Described:
+    """A registered state, in the place of what describes a transformers model."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def trained(store: Path, *steps: int, description: dict[str, Any] | None = None) -> nn.Module:
     """A plain model with the state of the newest checkpoint in `store`."""
     torch.manual_seed(3)
     plain = Model()
     model = Varuna(plain, get_batch_fn=lambda size, device=None: {"tokens": torch.zeros(size, dtype=torch.long)})
     model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    if description is not None:
+        model.register_state(hugging_face.STATE, Described(description))
     for step in steps:
         model.step({"tokens": torch.arange(10)})
         assert model.checkpoint(str(store), step=step)
@@ -160,3 +177,36 @@ def check_line(text: str, says: str) -> None:
     [line] = text.splitlines()
     assert line.startswith("varuna: ")
     assert says in line
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"files": {"config.json": "{}", "../evil": "x"}, "tied_to_others": []},
+        {"files": {"{folder}/evil": "x"}, "tied_to_others": []},
+        {"files": {"modeling_evil.py": "x"}, "tied_to_others": []},
+        {"files": {"config.json": 1}, "tied_to_others": []},
+        {"files": ["config.json"], "tied_to_others": []},
+        {"files": {}, "tied_to_others": 1},
+        {"files": {}},
+    ],
+    ids=str,
+)
+def test_a_folder_gets_no_other_files_whatever_the_checkpoint_names(
+    description: dict[str, Any], tmp_path: Path
+) -> None:
+    """Who exports a model may not be who trained it."""
+    if isinstance(description["files"], dict):
+        named = {name.replace("{folder}", str(tmp_path)): text for name, text in description["files"].items()}
+        description = {**description, "files": named}
+    trained(tmp_path / "store", 1, description=description)
+    with pytest.raises(CheckpointError, match="is not what Varuna writes there"):
+        export_model(str(tmp_path / "store"), tmp_path / "out", hf=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_folder_gets_the_files_of_its_model(tmp_path: Path) -> None:
+    files = {"config.json": "{}", "generation_config.json": "{}"}
+    trained(tmp_path / "store", 1, description={"files": files, "tied_to_others": ["head.weight"]})
+    export_model(str(tmp_path / "store"), tmp_path / "out", hf=True)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*files, hugging_face.WEIGHTS_FILE}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,35 @@ def test_what_the_script_logs_is_there_once_and_takes_nothing_of_older_steps(tmp
     assert [point.step for point in events.Scalars("train/loss")] == list(range(1, 8))
     accuracies = [(point.step, point.value) for point in events.Scalars("script/accuracy")]
     assert sorted(accuracies) == [*((step, 0.25) for step in range(1, 7)), (6, 0.5), (7, 0.5)]
+
+
+def read_by_file(folder: Path) -> list[dict[str, list[int]]]:
+    """The steps of each curve in each file, in the order in which they were begun."""
+    files = sorted(folder.iterdir(), key=lambda file: int(file.name.rsplit(".", 1)[1]))
+    found = [EventAccumulator(str(file)).Reload() for file in files]
+    return [{tag: [point.step for point in one.Scalars(tag)] for tag in one.Tags()["scalars"]} for one in found]
+
+
+def test_a_process_that_goes_on_writes_a_file_for_each_generation_in_which_it_is_rank_0(tmp_path: Path) -> None:
+    other = replace(ALONE, rank=1, world_size=2, plan=replace(ALONE.plan, d=2))
+    scalars, before = TensorBoardWriter(other, {"VARUNA_TENSORBOARD": str(tmp_path)}), threading.active_count()
+    for step, environment in enumerate((other, ALONE, ALONE, other, ALONE), start=1):
+        scalars.follow_generation(environment)
+        scalars.write_values(step - 1, {"early": 0.5})
+        write(scalars, step, step, loss=1.0)
+        scalars.write_values(step, {"accuracy": 0.25})
+    assert [(one["train/loss"], one["script/accuracy"], one["script/early"]) for one in read_by_file(tmp_path)] == [
+        ([step], [step], [step - 1]) for step in (2, 3, 5)
+    ]
+    assert threading.active_count() == before + 1  # that of the file that is open
+
+
+def test_a_new_process_keeps_what_it_has_logged_until_it_has_joined_the_others(tmp_path: Path) -> None:
+    scalars = TensorBoardWriter(ALONE, {"VARUNA_TENSORBOARD": str(tmp_path)})
+    scalars.write_values(3, {"accuracy": 0.25})
+    scalars.follow_generation(ALONE)
+    write(scalars, 4, 4, loss=1.0)
+    assert read_by_file(tmp_path)[0]["script/accuracy"] == [3]
 
 
 def test_learning_rates_that_differ_have_a_curve_each(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from varuna.diagnostics.timeline import ALL_REDUCE, OPS, Timeline
 from varuna_proto.v1 import agent_pb2 as pb
 
@@ -42,3 +44,15 @@ def test_only_the_first_replica_tells_and_files_are_written_for_the_steps_that_w
             play(timeline, step)
     assert [one.step for one in sent] == [3, 100]
     assert {path.name for path in tmp_path.iterdir()} == {f"step{s}-rank{r}.json" for s in (2, 3) for r in (0, 2)}
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[pb.StepTraced] = []
+    (tmp_path / "file").touch()
+    timeline = Timeline(tmp_path / "file" / "traces", [3], p=1, send_step=sent.append)
+    for step in (1, 2, 3):
+        play(timeline, step)
+    assert [one.step for one in sent] == [3]
+    assert capsys.readouterr().out.count("the trace of a step cannot be written") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 
@@ -240,3 +241,26 @@ def test_after_the_work_every_reason_counts_at_once() -> None:
     departure.leave_generation(GenerationEnded("asked to leave"))
     with pytest.raises(GenerationEnded):
         departure.raise_if_leaving()
+
+
+class Copies:
+    """Stands for what may be gigabytes, and ends its connections when the worker leaves."""
+
+    def __init__(self) -> None:
+        self.ends: list[GenerationEnded | PeerLost] = []
+
+    def shut_down(self, exit_: GenerationEnded | PeerLost) -> None:
+        self.ends.append(exit_)
+
+
+def test_what_a_worker_has_of_its_generation_is_not_kept_when_it_has_left() -> None:
+    """A process that goes on leaves one generation after another."""
+    departure, _ = departure_that_stays()
+    copies, exit_ = [Copies(), Copies()], GenerationEnded("asked to leave")
+    departure.add_breaker(copies[0].shut_down)
+    departure.leave_generation(exit_)
+    departure.add_breaker(copies[1].shut_down)
+    assert [one.ends for one in copies] == [[exit_], [exit_]]
+    kept = [weakref.ref(one) for one in copies]
+    copies.clear()
+    assert [one() for one in kept] == [None, None]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -172,6 +174,19 @@ def test_a_rank_that_stays_for_the_next_generation_is_not_suspected(ranks: list[
     with pytest.raises(PeerLost):
         work()
     assert ranks[1].reason() == f"rank {leaving} has left"
+
+
+@pytest.mark.parametrize("leaving", [0, 2])
+def test_nothing_is_kept_of_a_rank_that_has_left_for_the_next_generation(ranks: list[Rank], leaving: int) -> None:
+    """Its process may leave many generations, and what knows the rank's departure knows its copies of states."""
+    rank, ranks[leaving].is_dead = ranks[leaving], True
+    rank.departure.offer_to_stay(lambda exit_: True, str)
+    rank.departure.leave_generation(GenerationEnded("asked to leave"))
+    rank.presence.close()
+    kept = [weakref.ref(rank.presence), weakref.ref(rank.departure)]
+    del rank.presence, rank.departure
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
 
 
 def test_a_rank_is_lost_while_others_finish_their_work(ranks: list[Rank]) -> None:

@@ -167,6 +167,27 @@ def test_a_rank_0_that_ends_is_an_error_of_torchs_own_kind(key: MeetingKey) -> N
             waits.result(DEADLINE_S)
 
 
+def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_request(
+    server: RendezvousServer, key: MeetingKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RendezvousStore(HOST, key, LIMIT)
+    store.set("a", "1")
+    answer, goes_on = server._answer_request, threading.Event()
+
+    def answer_late(*request: Any) -> None:
+        goes_on.wait(DEADLINE_S)
+        answer(*request)
+
+    with monkeypatch.context() as rank_0_stands_still:
+        rank_0_stands_still.setattr(server, "_answer_request", answer_late)
+        rank_0_stands_still.setattr("varuna.distributed.rendezvous_store._ANSWER_S", 0.01)
+        with pytest.raises(dist.DistNetworkError, match="timed out"):
+            store.check(["a"])
+        goes_on.set()
+    with pytest.raises(dist.DistNetworkError):
+        store.add("n", 1)
+
+
 def say_nothing(connection: socket.socket, key: MeetingKey) -> None:
     """Leaves at once: the store does not wait for a stranger."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +14,12 @@ from torch import Tensor, nn
 
 from training_roles import training_role
 from varuna import Varuna
+from varuna.distributed.departure import Departure, PeerLost
+from varuna.distributed.groups import RankGroup
+from varuna.model.script_changes import ScriptChanges
 from varuna.partition import PartitionError, trace
+from varuna.roles.progress import TrainingStep
+from waiting import DEADLINE_S
 
 H = 3
 
@@ -99,3 +108,116 @@ def test_a_change_that_the_stages_cannot_follow_is_refused_by_name() -> None:
     model.eval()
     with pytest.raises(PartitionError, match=r"cannot be trained after eval\(\) of the model.*call train\(\)"):
         model.step(batch())
+
+
+# ---------------------------------------------------------------- ranks that a loss sends into another generation
+
+
+class Exchange(RankGroup):
+    """One sum of two ranks, which are threads here. A rank that `is_parted` leaves before it knows the sum."""
+
+    def __init__(self, given: list[Tensor], both: threading.Barrier, *, is_parted: bool) -> None:
+        super().__init__(None, [0, 1], Departure(lambda code: None))
+        self._given, self._both, self._is_parted = given, both, is_parted
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        self._given.append(tensors[0].clone())
+        self._both.wait(DEADLINE_S)
+        if self._is_parted:
+            raise PeerLost("rank 2 is gone")
+        tensors[0].copy_(sum(self._given))
+
+
+class TwoRanks:
+    """Both have the whole model, and nothing but their changes goes between them."""
+
+    def __init__(self) -> None:
+        self.users = [Head(), Head()]
+        self.models = [wrap(model) for model in self.users]
+        self.changes: list[ScriptChanges] = [training_role(model)._parts.changes for model in self.models]
+        self.hold_agreement()
+        self.connect()
+
+    def hold_agreement(self) -> None:
+        for one in self.changes:
+            one.hold_agreement()
+
+    def connect(self, *, parted: int | None = None) -> None:
+        given, both = list[Tensor](), threading.Barrier(2)
+        for rank, one in enumerate(self.changes):
+            one.follow_ranks(Exchange(given, both, is_parted=rank == parted))
+
+    def begin_step(self, *, is_rest: bool = False) -> None:
+        def begin(one: ScriptChanges) -> None:
+            with suppress(PeerLost):
+                one.begin_step(is_rest=is_rest)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(begin, self.changes))
+
+    def begin_step_again(self, *, is_rest: bool = False) -> None:
+        """In the next generation."""
+        for one in self.changes:
+            one.restore_agreement()
+        self.connect()
+        self.begin_step(is_rest=is_rest)
+
+
+@pytest.mark.parametrize("changed", [[0], [1], [0, 1], []], ids=str)
+@pytest.mark.parametrize("parted", [0, 1])
+def test_ranks_of_which_one_leaves_in_an_exchange_agree_in_the_next_generation(changed: list[int], parted: int) -> None:
+    ranks = TwoRanks()
+    for rank in changed:
+        ranks.users[rank].eval()
+    ranks.connect(parted=parted)
+    ranks.begin_step()
+    ranks.begin_step_again()
+    assert [model.training for model in ranks.users] == [not changed] * 2
+    assert not any(one.are_pending for one in ranks.changes)
+
+
+def test_a_rank_that_has_not_begun_a_step_exchanges_its_changes_with_those_that_have() -> None:
+    ranks = TwoRanks()
+    ranks.changes[0].follow_ranks(Exchange([], threading.Barrier(1), is_parted=True))
+    with suppress(PeerLost):
+        ranks.changes[0].begin_step()
+    ranks.begin_step_again()
+
+
+@pytest.mark.parametrize("is_rest", [False, True])
+def test_a_change_that_a_pass_ran_without_is_not_lost_with_it(is_rest: bool) -> None:
+    """Nor is it made in the rest of the step, whose other part ran without it."""
+    ranks = TwoRanks()
+    ranks.begin_step()
+    ranks.hold_agreement()
+    parameter = ranks.models[0].get_parameter("body.weight")
+    parameter.requires_grad_(False)
+    ranks.begin_step()
+    ranks.begin_step_again(is_rest=is_rest)
+    assert [one.are_pending for one in ranks.changes] == [is_rest, False]
+    assert parameter.requires_grad == is_rest
+    if is_rest:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(ScriptChanges.exchange_changes, ranks.changes))
+    assert [one.trains["body.weight"] for one in ranks.changes] == [False, False]
+
+
+def test_a_meeting_in_a_step_takes_back_what_the_ranks_agreed_on_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = Head()
+    model = wrap(users, batch_size=4, chunk_size=2)
+    role = training_role(model)
+    users.eval()
+    model.step(batch())
+    users.train()
+
+    def meet(step: TrainingStep, *_: object) -> None:
+        assert not role._changes.are_pending
+        role._membership._meeting.meet(step, role._worker.environment)
+        raise PeerLost("rank 2 is gone")
+
+    monkeypatch.setattr(role._worker.rendezvous, "exchange_values", lambda name, ranks, own: [own])
+    monkeypatch.setattr(role._membership._meeting, "_prepare_last_step", lambda *_: None)
+    monkeypatch.setattr(role._share, "run", meet)
+    with pytest.raises(PeerLost):
+        model.step(batch())
+    assert role._changes.are_pending

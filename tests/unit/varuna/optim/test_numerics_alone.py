@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,20 +130,46 @@ def spoilt(size: int) -> dict[str, Tensor]:
     return inputs
 
 
+def uncounted(size: int) -> dict[str, Tensor]:
+    """Their loss is not finite, but all that batch norm sees is."""
+    return {**batch(size), "y": torch.full((size, 4), IGNORED)}
+
+
+def copy_statistics(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith("norm.")}
+
+
+def assert_same_statistics(ours: nn.Module, theirs: dict[str, Tensor]) -> None:
+    for name, tensor in copy_statistics(ours).items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("bad", [spoilt, uncounted])
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"offload_optimizer": True}])
-def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(
+    options: dict[str, Any], bad: Callable[[int], dict[str, Tensor]], tmp_path: Path
+) -> None:
     model, _ = wrapped("norm", **options)
     undisturbed, _ = wrapped("norm", **options)
     for step in range(4):
         expected = undisturbed.step(batch(8))
         assert model.step(batch(8)) == expected
         if step == 1:
-            loss, overflow, norm = model.step(spoilt(8))
+            loss, overflow, norm = model.step(bad(8))
             assert overflow
             assert not torch.tensor([loss, norm]).isfinite().all()
             assert model.checkpoint(str(tmp_path))
     assert_same_parameters(model, undisturbed)
+    assert_same_statistics(model, copy_statistics(undisturbed))
     assert model.evaluate(batch(6)) == undisturbed.evaluate(batch(6))  # by the statistics of batch norm
+
+
+def test_an_overflow_with_fp16_changes_no_statistics() -> None:
+    model, _ = wrapped("norm", scales={"init_loss_scale": 2.0**60}, fp16=True)
+    before = copy_statistics(model)
+    assert before["norm.num_batches_tracked"].item() == 0
+    assert [model.step(batch(8))[1] for _ in range(2)] == [True, True]
+    assert_same_statistics(model, before)
 
 
 def test_steps_that_are_not_finite_end_the_run_when_they_are_too_many_in_a_row() -> None:

@@ -274,3 +274,117 @@ def test_an_auxiliary_loss_handed_over_in_an_attribute_or_by_a_hook() -> None:
             return y.tanh()
 
     same_as_whole(lambda: Model(lambda m, x: m.b(m.cut(m.outputs(m.a(x)))) + m.outputs.seen[0], outputs=Outputs()))
+
+
+# Numbers beside tensors
+
+
+class Counts(nn.Module):
+    """Returns a number beside its tensor, or keeps it in `n`.
+
+    `merges`: its tensor is one that a later stage cannot make from what its own modules return.
+    """
+
+    def __init__(self, number: Callable[[Tensor], Any], *, keeps: bool = False, merges: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.linear, self.other = nn.Linear(H, H), nn.Linear(H, H) if merges else None
+        self.number, self.keeps, self.n = number, keeps, 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x) if self.other is None else self.linear(x) + self.other(x)
+        number = self.number(x)
+        if self.keeps:
+            self.n = number
+            return y
+        return y, number
+
+
+def counting(number: Callable[[Tensor], Any], **how: Any) -> Model:
+    """Divides by the number in the section behind the cut; with `merges`, adds the module's tensor there, too."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        y, n = (m.counts(x), m.counts.n) if m.counts.keeps else m.counts(x)
+        z = m.b(m.cut(m.a(y))) / n
+        return z if m.counts.other is None else z + y
+
+    return Model(body, counts=Counts(number, **how))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda x: float((x > 0).sum()),
+        lambda x: int((x > 0).sum()),
+        lambda x: int((x > 0).sum(1).max()) + 1,
+        lambda x: 1 / x.shape[0],
+        lambda x: x.shape[0],
+        lambda x: x.shape[0] ** 2,
+        lambda x: -(-x.shape[0] * 5 // 4),
+        lambda x: max(x.shape[0], 3),
+        lambda x: x.shape[0] > 2,
+        lambda x: x.shape[1],
+    ],
+)
+def test_a_number_beside_tensors_is_that_of_the_batch(number: Callable[[Tensor], Any], keeps: bool) -> None:
+    same_as_whole(lambda: counting(number, keeps=keeps))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_number_of_the_batch_that_a_later_stage_cannot_compute_is_refused(keeps: bool) -> None:
+    model = counting(lambda x: 1 / x.shape[0], keeps=keeps, merges=True)
+    what = "sets n, which other code reads" if keeps else r"returns 0\.5 with 2 examples and 0\.25 with 4"
+    refused(model, rf"module counts {what}.* as a tensor, or compute it in forward outside of counts")
+
+
+def test_a_number_that_only_looks_fixed_is_refused_when_it_differs() -> None:
+    """A stage that does not run the module has the number of the dry run, and another stage compares."""
+    model = counting(lambda x: max(x.shape[0], 4), merges=True)
+    model_map = trace(model, example())
+    stages = [build_stage(model, model_map, section, section + 1, device="cpu") for section in range(2)]
+    whole = model(**example())
+    torch.testing.assert_close(run_by_hand(stages, example())[0], whole.detach())
+    with pytest.raises(
+        PartitionError, match=r"module counts has returned 5 beside its tensors, and 4 .* as a tensor, or compute it"
+    ):
+        stages[0].forward({"x": torch.zeros(5, H)}, [])
+
+
+@pytest.mark.parametrize("number", [lambda x: x.shape[0], lambda x: 2 if x.sum() > -99 else 3])
+def test_a_number_that_a_later_stage_can_foretell_needs_no_run_of_its_module(number: Callable[[Tensor], int]) -> None:
+    same_as_whole(lambda: counting(number, merges=True))
+
+
+@pytest.mark.parametrize(
+    ("kept", "read"),
+    [
+        (lambda x: x.shape, lambda n: n[0]),
+        (lambda x: [x.shape[1], 3], lambda n: n[0]),
+        (lambda x: {"rows": x.shape[0]}, lambda n: n["rows"]),
+    ],
+)
+def test_numbers_kept_together_are_those_of_the_batch(
+    kept: Callable[[Tensor], Any], read: Callable[[Any], int]
+) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.cut(m.a(m.counts(x)))) / read(m.counts.n)
+
+    same_as_whole(lambda: Model(body, counts=Counts(lambda x: kept(x), keeps=True)))
+
+
+def test_modules_whose_numbers_nobody_needs_stay_ghosts() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.counts(x)
+        return m.b(m.cut(m.a(y))) + y
+
+    def make() -> Model:
+        return Model(body, counts=Counts(lambda x: 1 / x.shape[0], keeps=True, merges=True))
+
+    same_as_whole(make)
+
+    def sized(m: Any, x: Tensor) -> Tensor:
+        y, width = m.counts(x)
+        return m.b(m.cut(m.a(y))).view(-1, width) + y
+
+    same_as_whole(lambda: Model(sized, counts=Counts(lambda x: x.shape[1], merges=True)))

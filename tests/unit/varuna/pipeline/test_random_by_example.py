@@ -129,6 +129,32 @@ def test_a_draw_without_examples_belongs_to_the_step() -> None:
     assert torch.equal(parts[:, :4], parts[:, 4:])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: torch.normal(0.0, torch.ones(n, 4)),
+        lambda n: torch.normal(torch.zeros(n, 4), 2.0),
+        lambda n: torch.normal(torch.zeros(n, 1), torch.ones(4)),
+        lambda n: torch.normal(0.0, torch.ones(n, 4), out=torch.empty(n, 4)),
+        lambda n: torch.normal(torch.zeros(n, 4), 2.0, out=torch.empty(n, 4)),
+        lambda n: torch.normal(torch.zeros(n, 1), torch.ones(4), out=torch.empty(n, 4)),
+        lambda n: torch.bernoulli(torch.linspace(0.3, 0.7, 4).expand(n, 4), out=torch.empty(n, 4)),
+        lambda n: torch.multinomial(torch.ones(n, 999), 4, True, out=torch.empty(n, 4, dtype=torch.int64)),
+    ],
+)
+def test_distributions_of_numbers_and_tensors_belong_to_examples(make: Callable[[int], Tensor]) -> None:
+    specs = [spec(4, per_example=1)]
+    whole = draw(make, specs, [6])
+    assert len(whole[0].unique(dim=0)) > 1
+    assert torch.equal(draw(make, specs, [4, 2]), whole)
+
+
+def test_without_a_pass_torch_draws_as_usual() -> None:
+    install_hooks()
+    assert torch.normal(0.0, torch.ones(3)).shape == (3,)
+    assert torch.normal(0.0, torch.ones(3), out=torch.empty(3)).shape == (3,)
+
+
 def test_a_draw_that_was_not_foreseen_belongs_to_the_micro_batch() -> None:
     install_hooks()
     streams = ExampleStreams([spec(4, per_example=1)])
@@ -202,6 +228,14 @@ def test_the_dry_run_finds_what_cannot_belong_to_examples(
         for each in found:
             assert "test_random_by_example.py" in each.place
             assert problem in each.problem if problem else not each.problem
+
+
+def test_a_draw_into_a_tensor_has_the_shape_of_that_tensor() -> None:
+    def draws(y: Tensor) -> Tensor:
+        return torch.normal(torch.zeros(1), torch.ones(len(y), T), out=torch.empty(len(y), T))
+
+    [found] = trace(Drawing(draws), batch(2)).draws
+    assert found.sizes == (LinearSize(0, 1), LinearSize(T))
 
 
 @pytest.mark.long

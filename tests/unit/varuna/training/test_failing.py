@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import varuna.roles.leaving
+from training_roles import training_role
+from varuna import Varuna
+from varuna.checkpoint import CheckpointError
+from varuna.checkpoint.loading.loader import StagedCheckpoint
 from varuna.checkpoint.script_states import RegisteredStates
+from varuna.distributed.departure import GenerationEnded
 from varuna.roles.failing import ScriptHabits, are_finite
 
 
@@ -65,3 +75,105 @@ def test_of_other_registered_states_nobody_knows_whether_they_are_complete() -> 
 @pytest.mark.parametrize(("value", "is_finite"), [(1.0, True), (float("nan"), False), (float("inf"), False)])
 def test_parameters_that_are_not_finite_are_left_to_nobody(value: float, *, is_finite: bool) -> None:
     assert are_finite([torch.zeros(2), torch.tensor([1.0, value])]) is is_finite
+
+
+class Scaled(nn.Module):
+    """Its loss is the mean of its inputs, scaled; it refuses inputs that are not positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (x * self.scale).mean()
+        return loss
+
+
+INPUTS = {"x": torch.ones(4, 2)}
+LEFT_AT = 3
+"""The newest step that is done when a call fails."""
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps whose states have been left in memory."""
+    steps: list[int] = []
+    monkeypatch.setattr(varuna.roles.leaving, "leave_in_memory", lambda state, step, **rest: steps.append(step))
+    return steps
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Varuna:
+    """Trained for three steps, with a checkpoint of the first in `tmp_path`."""
+    model = Varuna(Scaled(), get_batch_fn=INPUTS)
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(1, LEFT_AT + 1):
+        model.step(INPUTS)
+        if step == 1:
+            model.checkpoint(str(tmp_path))
+    return model
+
+
+def fail(model: Varuna) -> None:
+    """What an exception that nobody catches does."""
+    training_role(model)._holder._store_after_failure()
+
+
+def load_half(model: Varuna, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that fails when it has filled the parameters."""
+
+    def refuse(*_: Any) -> None:
+        raise CheckpointError("the store is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedCheckpoint, "fill_for_update", refuse)
+        with pytest.raises(CheckpointError, match="the store is gone"):
+            model.load_checkpoint(str(folder), 1)
+
+
+def test_a_script_that_fails_between_two_steps_leaves_its_state(model: Varuna, left: list[int]) -> None:
+    fail(model)
+    assert left == [LEFT_AT]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model.evaluate(INPUTS, batch_size=5),
+        lambda model: model.checkpoint("/dev/null/nowhere"),
+        lambda model: model.load_checkpoint("/nowhere", 1),
+    ],
+    ids=["evaluate", "checkpoint", "load_checkpoint"],
+)
+def test_a_script_that_fails_in_another_call_leaves_nothing(
+    model: Varuna, left: list[int], call: Callable[[Varuna], object]
+) -> None:
+    with pytest.raises((ValueError, CheckpointError)):
+        call(model)
+    fail(model)
+    assert left == []
+    model.step(INPUTS)
+    fail(model)
+    assert left == [LEFT_AT + 1], "the script has caught the error, and has gone on"
+
+
+def test_a_state_of_two_steps_is_neither_left_nor_trained_with(
+    model: Varuna, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that catches the error of its load believes that nothing was changed."""
+    role = training_role(model)
+    load_half(model, tmp_path, monkeypatch)
+    with pytest.raises(RuntimeError, match="load_checkpoint"):
+        model.step(INPUTS)
+    with pytest.raises(RuntimeError, match="load_checkpoint"):
+        model.checkpoint(str(tmp_path))
+    model.evaluate(INPUTS)
+    fail(model)
+    assert left == []
+    role._progress.is_ready = True
+    assert not role._holder._try_to_stay(GenerationEnded("a peer is lost"))
+    model.load_checkpoint(str(tmp_path), 1)
+    model.step(INPUTS)
+    model.step(INPUTS)
+    fail(model)
+    assert left == [3]

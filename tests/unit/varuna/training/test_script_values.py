@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 import varuna
+from training_roles import training_role
 from varuna.worker.script_values import ScriptValues
 from varuna_proto.bounds import MOST_LOGGED_NAMES
 
@@ -93,3 +96,17 @@ def test_a_plain_process_only_checks_them() -> None:
     varuna.log({"accuracy": 0.5}, 0)
     with pytest.raises(ValueError, match="a step is"):
         varuna.log({"accuracy": 0.5}, -1)
+
+
+def test_values_go_to_the_curves_of_the_newest_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARUNA_TENSORBOARD", str(tmp_path))
+    batch = {"x": torch.ones(2, 2)}
+    model = varuna.Varuna(Squared(), get_batch_fn=batch)
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in (1, 2):
+        model.step(batch)
+        varuna.log({"accuracy": 0.5}, step)
+        training_role(model)._membership._follow_generation()
+    files = [EventAccumulator(str(file)).Reload() for file in tmp_path.iterdir()]
+    found = [[[point.step for point in one.Scalars(tag)] for tag in ("train/loss", "script/accuracy")] for one in files]
+    assert sorted(found) == [[[1], [1]], [[2], [2]]]

@@ -95,8 +95,8 @@ class LoadedCheckpoint:
 def load_checkpoint(url: str, step: int, state: TrainingState) -> LoadedCheckpoint:
     """Fill `state` from the checkpoint of `step`, reading only files that hold its tensors.
 
-    Raises CheckpointError naming the file or tensor at fault, before anything is changed: MismatchError when the
-    checkpoint is of another model or optimizer, StoreError when it could not be read.
+    Raises CheckpointError naming the file or tensor at fault: MismatchError when the checkpoint is of another model or
+    optimizer, StoreError when it could not be read. Nothing is changed then before `state.before_load` has been called.
     """
     return stage_checkpoint(url, step, state).fill_state()
 
@@ -144,6 +144,7 @@ class StagedCheckpoint:
     def fill_values(self) -> None:
         """Fills what a pass reads: parameters and buffers; and the options of the optimizers' groups."""
         state = self.state
+        state.before_load()
         for _, content in self.reader.read_contents(files_holding(self.manifest, FileKind.PARAMETERS, state.tensors)):
             fill_values(state, content.tensors)
         if state.optimizers:

@@ -37,23 +37,35 @@ class AutomaticCheckpoints:
     """Decides when one rank saves automatically. Without a writer it only leaves when the agent asks for it."""
 
     def __init__(
-        self, writer: CheckpointWriter | None, departure: Departure, *, decides: bool, cadence: Cadence
+        self,
+        writer: CheckpointWriter | None,
+        departure: Departure,
+        *,
+        decides: bool,
+        cadence: Cadence,
+        committed_step: int = 0,
+        before: AutomaticCheckpoints | None = None,
     ) -> None:
-        """`decides`: whether this rank decides when a save is due."""
+        """`decides`: whether this rank decides when a save is due. `committed_step`: of the newest checkpoint that is
+        known when the generation begins; 0: none is. `before`: of this process in the generation before; None: it is
+        new."""
         self._writer = writer
         self._departure = departure
         self._decides = decides
         self._copied, self._uncopied = cadence, cadence.without_copies()
         self._cadence = self._uncopied
         """Of the two, the one by what other VMs really keep."""
-        self._last_save_s = time.monotonic()
+        self._last_save_s: float = time.monotonic() if before is None else before._last_save_s
+        """When this process began its newest save, or was new."""
+        self._saved_step: int | None = committed_step if committed_step or before is None else before._saved_step
+        """The step of the newest checkpoint; None: it is that of the newest save, as far as is known."""
         self._last_request_s: float | None = None
         self._steps_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._logged_interval_s: float | None = None
         self._agreed = BoundaryRequests()
 
-    def choose_requests(self) -> BoundaryRequests:
-        """This rank's requests, for the reduction at the end of a step."""
+    def choose_requests(self, step: int) -> BoundaryRequests:
+        """This rank's requests, for the reduction at the end of `step`."""
         leaving = BoundaryRequests(
             leave=self._departure.save_first,
             hold=self._departure.hold_first,
@@ -61,9 +73,9 @@ class AutomaticCheckpoints:
         )
         if self._writer is None:
             return leaving
-        return replace(leaving, save=self._decides and self._is_due(), busy=self._writer.in_flight)
+        return replace(leaving, save=self._decides and self._is_due(step), busy=self._writer.in_flight)
 
-    def _is_due(self) -> bool:
+    def _is_due(self, step: int) -> bool:
         assert self._writer is not None
         now_s = time.monotonic()
         if self._last_request_s is not None:
@@ -73,7 +85,7 @@ class AutomaticCheckpoints:
         minibatch_s = statistics.median(self._steps_s) if self._steps_s else None
         due, _ = decide_save(
             now_s,
-            last_save_s=self._last_save_s,
+            last_save_s=self._find_last_save_s(now_s, step, minibatch_s),
             last_stall_s=stall_s,
             last_write_s=write_s,
             in_flight=self._writer.in_flight,
@@ -83,6 +95,13 @@ class AutomaticCheckpoints:
         if due and stall_s is not None:
             self._log_interval(self._cadence.interval_s(stall_s, write_s, minibatch_s), stall_s, write_s)
         return due
+
+    def _find_last_save_s(self, now_s: float, step: int, minibatch_s: float | None) -> float:
+        """When the newest save began. Generations may be shorter than the interval: a new process reckons by the steps
+        since the newest checkpoint, and so does one whose save has come to nothing because its generation ended."""
+        if self._saved_step is None or minibatch_s is None:
+            return self._last_save_s
+        return min(self._last_save_s, now_s - (step - self._saved_step) * minibatch_s)
 
     def _log_interval(self, interval_s: float, stall_s: float, write_s: float | None) -> None:
         """Logs the interval of saves when it has changed much."""
@@ -127,11 +146,15 @@ class AutomaticCheckpoints:
             self._departure.leave_generation(GenerationEnded(f"the agent asked to leave with the state of step {step}"))
             self._departure.raise_if_leaving()
         elif agreed.save and not agreed.busy and self._writer is not None:
-            self._last_save_s = time.monotonic()
+            self._note_save()
             if (reason := find_fault()) is None:
                 self._writer.start_save(step, state(), beside_passes=True)
             else:
                 _log.error("this state is not saved", step=step, reason=reason)
+
+    def _note_save(self) -> None:
+        """A save begins."""
+        self._last_save_s, self._saved_step = time.monotonic(), None
 
     def finish_copy(self) -> None:
         """Waits until the state that is saved may change."""
@@ -146,6 +169,7 @@ class AutomaticCheckpoints:
             outcome = f"not saved: {reason}"
         elif self._writer is not None:
             wait_for_save(self._writer, self._departure)
+            self._note_save()
             self._writer.start_save(step, state())
             saved = wait_for_save(self._writer, self._departure)
             outcome = "not saved" if saved is None else f"{saved.result} {saved.error}".strip()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,8 @@ class TrainingState:
     """The position of training in the samples."""
     state_dict: Mapping[str, str] = field(default_factory=dict)
     """For each name in the plain model's `state_dict()`: its name in `tensors`. For exporting a plain model."""
+    before_load: Callable[[], None] = lambda: None
+    """Called before a load changes the first of these."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in (*self.parameters, *self.buffers) if name not in self.section_of]

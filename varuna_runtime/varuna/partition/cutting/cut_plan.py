@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from varuna.partition.cutting.graph import Graph, ModuleCall, TensorLeaf, Value, ValueKind
 from varuna.partition.errors import PartitionError
 
-__all__ = ["CutPlan", "ProducerPlace", "plan_cut"]
+__all__ = ["CutPlan", "ProducerPlace", "can_cut", "plan_cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,15 @@ class CutPlan:
     overwritten: frozenset[int]  # cut-points whose argument is used later, so that it gets the received values too
 
 
-def plan_cut(graph: Graph, cut: int) -> CutPlan:
+def plan_cut(graph: Graph, cut: int, *, trusts_numbers: bool) -> CutPlan:
     """Plan the cut before section `cut` (1 … sections-1).
+
+    `trusts_numbers`: ghosts also return numbers that may be others than those of the dry run.
 
     Raises:
         PartitionError: a value made before the cut is used behind it, and can be neither computed again nor injected.
     """
-    planning = _CutPlanner(graph, cut)
+    planning = _CutPlanner(graph, cut, trusts_numbers=trusts_numbers)
     planning.resolve_all()
     plan = planning.make_plan()
     for name, place in graph.buffers_changed.items():
@@ -53,6 +55,15 @@ def plan_cut(graph: Graph, cut: int) -> CutPlan:
         if used_in and (name in planning.read_again or used_in[0] < cut <= used_in[-1]):
             raise _no_owner(name, place, used_in, cut)
     return plan
+
+
+def can_cut(graph: Graph, cut: int, *, trusts_numbers: bool) -> bool:
+    """Whether `plan_cut` succeeds."""
+    try:
+        plan_cut(graph, cut, trusts_numbers=trusts_numbers)
+    except PartitionError:
+        return False
+    return True
 
 
 def _no_owner(name: str, changed_at: str, used_in: list[int], cut: int) -> PartitionError:
@@ -66,8 +77,8 @@ def _no_owner(name: str, changed_at: str, used_in: list[int], cut: int) -> Parti
 class _CutPlanner:
     """The state of planning one cut."""
 
-    def __init__(self, graph: Graph, cut: int) -> None:
-        self.graph, self.cut = graph, cut
+    def __init__(self, graph: Graph, cut: int, *, trusts_numbers: bool) -> None:
+        self.graph, self.cut, self.trusts_numbers = graph, cut, trusts_numbers
         self.ghost_above = self._find_ghosts()
         self.ghosts = frozenset(index for index, ghost in enumerate(self.ghost_above) if ghost == index)
         self.visible_leaves: dict[int, list[tuple[int, int]]] = {}
@@ -93,7 +104,9 @@ class _CutPlanner:
         return above
 
     def _can_be_ghost(self, call: ModuleCall) -> bool:
-        if not 0 <= call.last_section < self.cut or call.structure is None or call.leaks:
+        if not 0 <= call.last_section < self.cut or call.structure is None or call.leaks or call.must_run:
+            return False
+        if call.may_vary and not self.trusts_numbers:
             return False
         tensors = [leaf for leaf in call.leaves if isinstance(leaf, TensorLeaf)]
         own = [self.graph.values[leaf.value] for leaf in tensors if leaf.made_inside]
@@ -175,12 +188,29 @@ class _CutPlanner:
         through = f" (through the tensor made from it at {wanted.place})" if wanted_by is not None else ""
         where = f"section {uses[0]}" if uses else "a later section"
         inside = f", inside {self.graph.calls[value.call].path}," if value.call > 0 else ""
+        must_run = self._find_must_run(value.call)
+        if must_run is not None:
+            return PartitionError(
+                f"module {must_run.path} {must_run.must_run}, so that later stages run its code, too; but for "
+                f"{where}{through} they cannot get the tensor of shape {value.shape} made at {value.place}{inside} "
+                f"in section {value.section}. Return the number as a tensor, or compute it in forward outside of "
+                f"{must_run.path}"
+            )
         return PartitionError(
             f"the tensor of shape {value.shape} made at {value.place}{inside} in section {value.section} is used in "
             f"{where}{through} without passing cut-point {self.cut}, and no module returned it, so a later stage "
             "cannot get it. Compute it inside a module that returns it, or pass it through the cut-point and use its "
             "result, or move the cut-point"
         )
+
+    def _find_must_run(self, index: int) -> ModuleCall | None:
+        """The innermost call at or above call `index` that would be a ghost without its numbers."""
+        while index >= 0:
+            call = self.graph.calls[index]
+            if call.must_run and 0 <= call.last_section < self.cut:
+                return call
+            index = call.parent
+        return None
 
     def make_plan(self) -> CutPlan:
         order = sorted(self.places)

@@ -14,7 +14,17 @@ import torch
 
 from varuna.partition.model_io.structure import Structure
 
-__all__ = ["CutRecord", "Graph", "ModuleCall", "ObjectLeaf", "RandomDraw", "TensorLeaf", "Value", "ValueKind"]
+__all__ = [
+    "CutRecord",
+    "Graph",
+    "ModuleCall",
+    "ObjectLeaf",
+    "RandomDraw",
+    "TensorLeaf",
+    "Value",
+    "ValueKind",
+    "are_equal_numbers",
+]
 
 
 class ValueKind(Enum):
@@ -71,6 +81,16 @@ class ObjectLeaf:
     value: Any
     argument: int | None
 
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number, a truth value or a text."""
+        return self.argument is None and isinstance(self.value, int | float | complex | str)
+
+
+def are_equal_numbers(one: Any, other: Any) -> bool:
+    """Whether two plain values are equal; here NaN equals NaN."""
+    return bool(one == other or (one != one and other != other))
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ModuleCall:
@@ -87,6 +107,8 @@ class ModuleCall:
     structure: Structure | None = None  # None: the output holds something that a ghost could not make
     leaves: tuple[TensorLeaf | ObjectLeaf, ...] = ()
     leaks: bool = False  # code outside uses a tensor made inside that it did not return (but left in a list, say)
+    must_run: str = ""  # what it returns or keeps beside tensors that no ghost could have; empty: nothing
+    may_vary: bool = False  # what it returns beside tensors may be another for another batch
     arguments: tuple[int, ...] = ()  # values
     chooses: bool = False  # what runs inside depends on computed values (tracing/choosing_modules.py)
     varies: bool = False  # it is inside a call that chooses

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from varuna.partition.cutting.cut_plan import CutPlan, plan_cut
+from varuna.partition.cutting.cut_plan import CutPlan, can_cut, plan_cut
 from varuna.partition.cutting.graph import Graph, ValueKind
 from varuna.partition.cutting.placed_cut_points import CutPlace
 from varuna.partition.cutting.shapes import Boundary, DrawSpec, LinearSize, TensorSpec
@@ -58,6 +58,20 @@ class ModelMap:
     def _plans(self) -> dict[int, CutPlan]:
         return {}
 
+    @cached_property
+    def _trusts_numbers(self) -> bool:
+        """Whether ghosts return numbers that may vary, because some cut cannot be made otherwise.
+
+        For all cuts alike: so each such number is compared by a stage that computes it.
+        """
+        if not any(call.may_vary for call in self.graph.calls):
+            return False
+        cuts = range(1, len(self.sections))
+        return any(
+            not can_cut(self.graph, cut, trusts_numbers=False) and can_cut(self.graph, cut, trusts_numbers=True)
+            for cut in cuts
+        )
+
     def cut_plan(self, cut: int) -> CutPlan:
         """How a stage that starts with section `cut` gets the values made before it.
 
@@ -65,7 +79,7 @@ class ModelMap:
             PartitionError: a tensor crosses this cut-point that a stage behind it cannot get.
         """
         if cut not in self._plans:
-            self._plans[cut] = plan_cut(self.graph, cut)
+            self._plans[cut] = plan_cut(self.graph, cut, trusts_numbers=self._trusts_numbers)
         return self._plans[cut]
 
     def find_boundary(self, cut: int) -> tuple[Boundary, ...]:

@@ -16,7 +16,16 @@ from varuna.partition.cutting.model_map import ModelMap
 from varuna.partition.cutting.shapes import LinearSize, TensorSpec
 from varuna.partition.model_io.structure import Structure, flatten_nested
 
-__all__ = ["Ghost", "ZeroTensors", "allocate_buffers", "are_hollow", "inject", "make_ghost"]
+__all__ = [
+    "Ghost",
+    "ZeroTensors",
+    "allocate_buffers",
+    "are_hollow",
+    "ghost_numbers",
+    "inject",
+    "make_ghost",
+    "number_for",
+]
 
 
 _hollow: WeakSet[Tensor] = WeakSet()
@@ -138,7 +147,21 @@ class Ghost:
             return arguments[leaf.argument].copy_(received[leaf.slot])
         if isinstance(leaf, _ArgumentLeaf):
             return arguments[leaf.position]
-        return leaf.for_batch(batch) if isinstance(leaf, LinearSize) else leaf.value
+        return number_for(leaf, batch)
+
+
+def number_for(leaf: LinearSize | ObjectLeaf, batch: int) -> Any:
+    """The plain value that a ghost returns for `batch` examples."""
+    return leaf.for_batch(batch) if isinstance(leaf, LinearSize) else leaf.value
+
+
+def ghost_numbers(model_map: ModelMap, call: ModuleCall) -> tuple[tuple[int, LinearSize | ObjectLeaf], ...]:
+    """The numbers that ghosts of `call` return, each with its position among the leaves of the output."""
+    return tuple(
+        (position, spec if isinstance(spec, LinearSize) else leaf)
+        for position, (leaf, spec) in enumerate(zip(call.leaves, model_map.leaf_specs[call.index], strict=True))
+        if isinstance(leaf, ObjectLeaf) and leaf.is_number
+    )
 
 
 def make_ghost(model_map: ModelMap, call: ModuleCall, slots: Mapping[int, int]) -> Ghost:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.cut_point import CutPoint, observe_cut_points
 from varuna.devices.accelerator import is_accelerator
+from varuna.partition.cutting.graph import are_equal_numbers
 from varuna.partition.cutting.model_map import ModelMap
 from varuna.partition.cutting.placed_cut_points import place_cut_points
 from varuna.partition.cutting.shapes import Boundary
@@ -25,7 +26,7 @@ from varuna.partition.model_io.batch import batch_size_of
 from varuna.partition.model_io.loss import loss_and_weight_of, loss_of
 from varuna.partition.model_io.structure import flatten_nested
 from varuna.partition.stages.forward_replacements import ForwardReplacements
-from varuna.partition.stages.ghost import ZeroTensors, allocate_buffers, inject
+from varuna.partition.stages.ghost import ZeroTensors, allocate_buffers, inject, number_for
 from varuna.partition.stages.wiring import CallPlan, plan_wiring
 from varuna.partition.stages.written_buffers import WrittenBuffers
 
@@ -46,6 +47,20 @@ def _refuse_reentrant_checkpoint(cut: int) -> None:
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         frame = frame.f_back
+
+
+def _compare_numbers(path: str, call: CallPlan, leaves: Sequence[Any], batch: int) -> None:
+    """Raises PartitionError where module `path` has returned another number than ghosts of later stages return."""
+    for position, leaf in call.numbers:
+        expected = number_for(leaf, batch)
+        actual = leaves[position] if position < len(leaves) else None
+        if isinstance(actual, Tensor) or not are_equal_numbers(actual, expected):
+            returned = "a tensor" if isinstance(actual, Tensor) else repr(actual)
+            raise PartitionError(
+                f"module {path} has returned {returned} beside its tensors, and {expected!r} is what later stages, "
+                "which do not run it, know from the dry run. Return the number as a tensor, or compute it in forward "
+                f"outside of {path}"
+            )
 
 
 class _StageEndError(BaseException):
@@ -308,7 +323,7 @@ class Stage:
             self._replacements.replace_forward(self.module, self._guarded(self.module.forward))
         modules = dict(self.module.named_modules())
         for path, calls in self._wiring.calls.items():
-            if any(call.ghost is not None or call.keeps for call in calls):
+            if any(call.ghost is not None or call.keeps or call.numbers for call in calls):
                 module = modules[path]
                 self._replacements.replace_forward(module, self._wired(path, calls, module.forward))
 
@@ -342,10 +357,11 @@ class Stage:
                     )
                 return call.ghost.make_output(self._zeros, running.batch, running.received, args=args, kwargs=kwargs)
             output = forward(*args, **kwargs)
-            if call.keeps:
+            if call.keeps or call.numbers:
                 leaves = [output] if isinstance(output, Tensor) else flatten_nested(output)[0]
                 for leaf, slot in call.keeps:
                     running.sent[slot] = leaves[leaf]
+                _compare_numbers(path, call, leaves, running.batch)
             return output
 
         return wired

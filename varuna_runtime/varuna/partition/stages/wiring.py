@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from varuna.partition.cutting.graph import ObjectLeaf
 from varuna.partition.cutting.model_map import ModelMap
-from varuna.partition.stages.ghost import Ghost, make_ghost
+from varuna.partition.cutting.shapes import LinearSize
+from varuna.partition.stages.ghost import Ghost, ghost_numbers, make_ghost
 
 __all__ = ["CallPlan", "StageWiring", "plan_wiring"]
 
@@ -21,6 +23,8 @@ class CallPlan:
     """(leaf of the output, slot among the sent tensors)."""
     last_section: int
     """The section after the call: a ghost hides the cut-points inside the module."""
+    numbers: tuple[tuple[int, LinearSize | ObjectLeaf], ...] = ()
+    """(leaf of the output, the number that ghosts of later stages return there)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,8 +59,10 @@ def plan_wiring(model_map: ModelMap, sections: range) -> StageWiring:
             if value.same_as in received:
                 wiring.cut_slots[cut] = received[value.same_as], value.changed_in_place
     keeps: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by call
+    later_ghosts: frozenset[int] = frozenset()
     if sections.stop < len(model_map.sections):
         after = model_map.cut_plan(sections.stop)
+        later_ghosts = after.ghosts
         relays = []
         for sent, transported in enumerate(after.transported):
             if transported in received:
@@ -68,7 +74,7 @@ def plan_wiring(model_map: ModelMap, sections: range) -> StageWiring:
                 else:
                     keeps[place.call].append((place.leaf, sent))
         wiring.relays = tuple(relays)
-    wiring.calls = _plan_calls(model_map, sections, ghosts, received=received, keeps=keeps)
+    wiring.calls = _plan_calls(model_map, sections, ghosts, received=received, keeps=keeps, later_ghosts=later_ghosts)
     return wiring
 
 
@@ -79,6 +85,7 @@ def _plan_calls(
     *,
     received: Mapping[int, int],
     keeps: Mapping[int, Sequence[tuple[int, int]]],
+    later_ghosts: frozenset[int],
 ) -> dict[str, list[CallPlan]]:
     calls: dict[str, list[CallPlan]] = defaultdict(list)
     hidden: set[int] = set()
@@ -87,5 +94,7 @@ def _plan_calls(
             hidden.add(call.index)
         elif call.first_section < sections.stop:
             ghost = make_ghost(model_map, call, received) if call.index in ghosts else None
-            calls[call.path].append(CallPlan(ghost, tuple(keeps.get(call.index, ())), call.last_section))
+            compared = ghost is None and call.index in later_ghosts
+            numbers = ghost_numbers(model_map, call) if compared else ()
+            calls[call.path].append(CallPlan(ghost, tuple(keeps.get(call.index, ())), call.last_section, numbers))
     return calls

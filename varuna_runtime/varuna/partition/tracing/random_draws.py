@@ -38,7 +38,7 @@ def is_draw(func: Any, arguments: Mapping[str, Any]) -> bool:
 def shape_of_draw(func: Any, arguments: Mapping[str, Any], made: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The shape of the draw: of the tensor that is written, or of the first one that is made."""
     name = func._schema.arguments[0].name if func._schema.arguments else ""
-    if func._schema.is_mutable and isinstance(arguments.get(name), torch.Tensor):
+    if "out" not in arguments and func._schema.is_mutable and isinstance(arguments.get(name), torch.Tensor):
         return tuple(arguments[name].shape)
     return tuple(made[0].shape) if made else ()
 

@@ -31,6 +31,7 @@ from varuna.partition.tracing.carried_state import (
 )
 from varuna.partition.tracing.operation_calls import storage_of
 from varuna.partition.tracing.operations import OperationRecorder
+from varuna.partition.tracing.plain_numbers import KeptNumbers
 
 __all__ = ["Recorder"]
 
@@ -47,6 +48,7 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]  # torch doe
         self._model = nn.Module()  # replaced by the one that is watched
         self._generators = GlobalGenerators()
         self._attributes: ModuleAttributes = {}  # before the first forward
+        self._kept_numbers = KeptNumbers(self._record_number_read)
 
     def watch_calls(self, model: nn.Module) -> None:
         """Record every call of every module of `model`, a copy of the user's model that this changes."""
@@ -79,13 +81,19 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]  # torch doe
             self._stack.append(call.index)
             arguments = flatten_nested((args, kwargs))[0]
             call.arguments = tuple(self._known[id(x)][1].index for x in arguments if id(x) in self._known)
+            numbers = self._kept_numbers.list_numbers(module)
             output = forward(*args, **kwargs)
             self._generators.check_unchanged(path)
             self._stack.pop()
+            self._kept_numbers.record_call(call, module, numbers)
             self._finish_call(call, arguments, output)
             return output
 
         return watched
+
+    def _record_number_read(self, set_by: int, name: str) -> None:
+        for call in self._returned_calls(set_by):
+            call.must_run = f"sets {name}, which other code reads"
 
     def _finish_call(self, call: ModuleCall, arguments: Sequence[Any], output: Any) -> None:
         positions: dict[int, int] = {}

@@ -28,6 +28,7 @@ from varuna.partition.modules.special_parameters import refuse_special_parameter
 from varuna.partition.tracing.choosing_modules import mark_choosing_calls
 from varuna.partition.tracing.kernel_errors import explain_kernel
 from varuna.partition.tracing.number_formatting import KnownValueFormatting
+from varuna.partition.tracing.plain_numbers import mark_numbers
 from varuna.partition.tracing.random_draws import learn_draws
 from varuna.partition.tracing.recorder import Recorder
 from varuna.partition.tracing.unsupported_modules import refuse_unsupported
@@ -186,6 +187,7 @@ def _model_map(
     places: tuple[CutPlace, ...],
 ) -> ModelMap:
     _check_same_path(one, two)
+    mark_numbers(one, two)
     sections, shared = _sections(model, one, kept)
     return ModelMap(
         sections=sections,

@@ -5,7 +5,7 @@ Tensors are fake (no memory, no arithmetic). Those that follow from the inputs a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from varuna.diagnostics.user_code import user_code
-from varuna.partition.cutting.graph import Graph, TensorLeaf, Value, ValueKind
+from varuna.partition.cutting.graph import Graph, ModuleCall, TensorLeaf, Value, ValueKind
 from varuna.partition.errors import PartitionError
 from varuna.partition.modules.special_parameters import fake_class_of
 from varuna.partition.tracing.operation_calls import storage_of, tensors_in
@@ -193,12 +193,16 @@ class ValueTable:
 
     def _record_leaks(self, value: Value) -> None:
         """Mark the calls that made this value but have returned without it."""
-        index = value.call
-        while index >= 0 and index not in self._stack:
-            call = self.graph.calls[index]
+        for call in self._returned_calls(value.call):
             call.leaks = call.leaks or all(
                 not isinstance(leaf, TensorLeaf) or leaf.value != value.index for leaf in call.leaves
             )
+
+    def _returned_calls(self, index: int) -> Iterator[ModuleCall]:
+        """Call `index` and those around it, as far as they have returned."""
+        while index >= 0 and index not in self._stack:
+            call = self.graph.calls[index]
+            yield call
             index = call.parent
 
     def _record_outputs(self, output: Any, real: Any, inputs: Sequence[Value], random: bool) -> None:
