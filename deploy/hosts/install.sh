@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Put the Varuna agent on machines of your own, over ssh; run it again to upgrade them, one after the other: each is
-# drained first, so that its jobs save and go on elsewhere, and uncordoned when its new agent is ready.
+# drained first, so that its jobs go on elsewhere, and uncordoned when its new agent is ready.
 #
 #   install.sh [options] HOSTS.txt
 #
 # HOSTS.txt has a line for each host: its name, where ssh finds it, and options of its agent (docs/agent.md):
 #
-#   gpu-1   root@10.0.0.11    --gpus 8 --device cuda
-#   gpu-2   admin@10.0.0.12   --gpus 8 --device cuda --host 10.1.0.12
+#   gpu-1   root@10.0.0.11    --gpus 8 --device cuda --device-memory-bytes 85899345920
+#   gpu-2   admin@10.0.0.12   --gpus 8 --device cuda --device-memory-bytes 85899345920 --host 10.1.0.12
 #
 # A user other than root needs sudo without a password there. The manager has to know the hosts: --list prints the file for
 # `varuna manager --provider static:FILE`. Here you need an admin's token (VARUNA_TOKEN_FILE, or varuna's config file):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from varuna_agent.state import messages
@@ -447,7 +447,7 @@ class AgentState:
     ) -> Iterator[Instruction]:
         """End all workers, then the agent. `state_use`: what becomes of the workers' state; None: nothing."""
         self._no_launches = departure.reason
-        self._departure = departure
+        self._departure = replace(departure, is_drain=self.is_drained)
         self._exit_at = None
         yield from self._workers.end_workers(
             lambda worker: True,

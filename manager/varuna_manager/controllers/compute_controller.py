@@ -113,8 +113,9 @@ class ComputeController:
                 await self._unmark(vm_id, f"VM {vm_id} is no longer slow: {slowness[vm_id].reason}")
 
     async def _find_marked(self, running: _Running) -> dict[str, SlownessRecord]:
-        """The VMs that another manager, or a generation before, has left marked as slow."""
-        is_marked = VmRow.id.in_(set(running.vm_ids)) & VmRow.slow_ratio.is_not(None)
+        """The VMs that another manager, or a generation before, has left marked as slow; no other job's here."""
+        known = {vm_id for watched in self._watched.values() for vm_id, record in watched.items() if record.is_slow}
+        is_marked = VmRow.id.in_(set(running.vm_ids) - known) & VmRow.slow_ratio.is_not(None)
         async with self._database.read() as session:
             marked = (await session.scalars(select(VmRow.id).where(is_marked))).all()
         return {vm_id: SlownessRecord(looks=self._rules.slow_looks, is_slow=True) for vm_id in marked}
@@ -123,9 +124,9 @@ class ComputeController:
         async with self._database.write() as session:
             vm = await session.get_one(VmRow, vm_id)
             if is_new or vm.slow_ratio is None or abs(slowness.ratio / vm.slow_ratio - 1) > _NOTABLE_CHANGE:
+                vm.slow_reason = slowness.reason if is_new or vm.slow_ratio is None else vm.slow_reason
                 vm.slow_ratio = slowness.ratio
             if is_new:
-                vm.slow_reason = slowness.reason
                 text = f"VM {vm_id} is slow: {slowness.reason}"
                 data = {"ratio": slowness.ratio, "z": slowness.z, "rank": slowness.rank}
                 self._events.emit_event(

@@ -536,11 +536,16 @@ def _make_question(
         margin=view.margin,
         previous=previous,
         previous_p=None if plan is None else plan.p,
+        has_fitted=plan is not None and not _has_run_out_of_memory(view),
         previous_starts=() if plan is None else plan.stage_starts,
         present=job.view.generation.plan if job.view.generation and job.view.generation.live else None,
         survivors=tuple(sorted(view.survivors & {*devices})) if may_keep else (),
         kept_micro_batch=0 if plan is None else plan.micro_batch,
     )
+
+
+def _has_run_out_of_memory(view: JobView) -> bool:
+    return view.generation is not None and view.generation.end_cause is EndCause.OUT_OF_MEMORY
 
 
 def _list_gpu_types(vms: Iterable[VmView]) -> tuple[GpuOfVm, ...]:

@@ -99,8 +99,8 @@ def decide_vm(now: float, vm: VmView, rules: Rules, *, together: bool = False) -
 
     `together`: it fell silent with most others (`domain.silence`).
 
-    A VM that the provider does not list is gone, whether it is silent or not. A silent VM that it does list is lost,
-    and is ready again when its heartbeats arrive again.
+    A VM that the provider does not list is gone, whether it is silent or not. A silent VM that it does list is lost.
+    When its heartbeats arrive again, it is ready, or it drains if it is to leave.
     """
     if vm.listed is False:
         return _verdict(vm, VmState.GONE, _why_gone(now, vm))
@@ -117,13 +117,17 @@ def decide_vm(now: float, vm: VmView, rules: Rules, *, together: bool = False) -
     if vm.state is VmState.DRAINING:
         return None
     if vm.silent_s(now) >= max(rules.suspect_after_s, grace_s):
-        # A lost VM can only become ready again, when its heartbeats arrive again.
+        # A lost VM changes only when its heartbeats arrive again.
         missing = "its heartbeats are missing, like most others: the manager may be cut off, so it waits"
         reason = missing if together else "its heartbeats are missing"
         return None if vm.state is VmState.LOST else _verdict(vm, VmState.SUSPECT, reason)
     if vm.state in (VmState.SUSPECT, VmState.LOST) and vm.connected:
-        back = VmState.DRAINING if vm.drained or vm.notice_deadline is not None else VmState.READY
-        return _verdict(vm, back, "its heartbeats arrive again")
+        heard = "its heartbeats arrive again"
+        if vm.notice_deadline is not None:
+            return _verdict(vm, VmState.DRAINING, f"{heard}, and it has notice to leave")
+        if vm.drained:
+            return _verdict(vm, VmState.DRAINING, f"{heard}, and it was drained by the user")
+        return _verdict(vm, VmState.READY, heard)
     return None
 
 

@@ -57,12 +57,14 @@ def choose_job_type(
         usable: GPUs that the job could have, those that it has included, by type; an empty name is a type, too.
         present: the type that it has; None: it has none.
         max_gpus: the most that the job uses; None: all.
-        memory_bytes: of a GPU, by type, where it is known. Of equally many, the job gets the larger ones.
+        memory_bytes: of a GPU, by type, where it is known. Of equally many, the job gets the larger ones, and it never
+            goes to smaller ones.
     """
     counts = {gpu_type: min(count, max_gpus or count) for gpu_type, count in usable.items() if count}
     if not counts:
         return None
     best = max(sorted(counts), key=lambda gpu_type: (counts[gpu_type], memory_bytes.get(gpu_type, 0)))
-    if present in counts and counts[best] < OTHER_TYPE_FACTOR * counts[present]:
-        return present
-    return best
+    if present not in counts or present is None:
+        return best
+    is_smaller = memory_bytes.get(best, 0) < memory_bytes.get(present, 0)  # what it has trained may not fit there
+    return present if is_smaller or counts[best] < OTHER_TYPE_FACTOR * counts[present] else best

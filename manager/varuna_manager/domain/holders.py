@@ -90,17 +90,19 @@ def _find_held(
     def is_there(holder: Holder) -> bool:
         return holder.vm_id in usable and is_within(now, holder.held_at, kept_s)
 
+    if is_unmoved(ended):
+        unmoved = find_unmoved(ended, is_there)
+        return None if unmoved is None else _Held(sys.maxsize, unmoved)
     # A want of memory is no fault of the state: the next plan leaves it more room. Neither is a script that cannot
     # follow the shape.
     blameless = LOSES_RANKS | {EndCause.HANDED_OVER, EndCause.OUT_OF_MEMORY}
     is_fault = ended.last_step is None and ended.end_cause not in blameless
-    if is_unmoved(ended) or not is_fault:
-        unmoved = find_unmoved(ended, is_there)
-        if unmoved is not None or is_unmoved(ended):
-            return None if unmoved is None else _Held(sys.maxsize, unmoved)
     if any(worker.held_step is not None for worker in ended.workers):
         is_in_vain = is_fault and (ended.in_place or ended.holders is not None)
-        return None if is_in_vain else _find_members(ended, ended.plan.p, is_there)
+        if is_in_vain or (found := _find_members(ended, ended.plan.p, is_there)) is not None:
+            return None if is_in_vain else found
+        unmoved = find_unmoved(ended, is_there)
+        return None if unmoved is None else _Held(sys.maxsize, unmoved)
     earlier = ended.holders
     # Holders serve a second time after any end, because a rank may just have been killed. If they do not help then, the
     # checkpoint must, or the job would fail again in the same way.

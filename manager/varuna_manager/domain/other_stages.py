@@ -99,11 +99,13 @@ def find_unmoved(ended: GenerationView, is_there: Callable[[Holder], bool]) -> H
     if not has_stages_before(ended) or ended.holders is None:
         return None
     held_at = {worker.rank: worker.stopped_at or 0.0 for worker in ended.workers if worker.held_step is not None}
-    left = tuple(
-        holder
+    has_copies = is_unmoved(ended)  # they are dropped by a move
+    own = (
+        replace(member, held_at=held_at[member.rank], stages=member.stages if has_copies else ())
         for member in ended.holders.members
-        if member.rank in held_at and is_there(holder := replace(member, held_at=held_at[member.rank]))
+        if member.rank in held_at
     )
+    left = tuple(filter(is_there, own))
     is_whole = list_stages(left) == list_stages(ended.holders.members)
     return Holders(generation=ended.number, members=left) if is_whole else None
 

@@ -79,7 +79,8 @@ class JobService:
         Raises ConflictError when the key was used with another spec, or a job that has not ended has the name;
         InvalidError when the job must name a place for its checkpoints and does not, or names an unknown secret.
         """
-        self._check_checkpoint_url(spec)
+        if placeless := self.explain_no_place(spec):
+            raise InvalidError(placeless)
         if missing := await self._secrets.explain_refusal(spec.secrets):
             raise InvalidError(missing)
         document = spec.model_dump()
@@ -114,13 +115,14 @@ class JobService:
             await session.flush()
         return make_job_document(job, JobProgress())
 
-    def _check_checkpoint_url(self, spec: JobSpec) -> None:
-        if self._no_root_because and spec.checkpoint.url is None and not spec.profile_only:
-            raise InvalidError(
-                f"job {spec.name!r} names no place for its checkpoints, and a folder of this manager will not do, "
-                f"because {self._no_root_because}: give checkpoint.url, or start the manager with "
-                "--default-checkpoint-url"
-            )
+    def explain_no_place(self, spec: JobSpec) -> str:
+        """Why the job is refused that has no place for its checkpoints; empty: it has one."""
+        if not self._no_root_because or spec.checkpoint.url is not None or spec.profile_only:
+            return ""
+        return (
+            f"job {spec.name!r} names no place for its checkpoints, and a folder of this manager will not do, "
+            f"because {self._no_root_because}: give checkpoint.url, or start the manager with --default-checkpoint-url"
+        )
 
     def _new_row(self, spec: JobSpec, document: JobSpecDocument, idempotency_key: str | None) -> JobRow:
         now = self._now()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from sqlalchemy import func, select
@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import JobRow
 from varuna_manager.domain.fitting import fits_job
-from varuna_manager.domain.gpu_types import explain_one_type
+from varuna_manager.domain.gpu_types import choose_job_type, explain_one_type
 from varuna_manager.domain.job_text import TextProblem, read_job_text
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.fleet.vm_list import VmFilter, VmList
@@ -30,15 +30,19 @@ _EARLIER = 20
 
 
 class DryRuns:
-    def __init__(self, database: Database, vms: VmList) -> None:
+    def __init__(self, database: Database, vms: VmList, explain_no_place: Callable[[JobSpec], str]) -> None:
+        """`explain_no_place`: why a job has no place for its checkpoints; empty: it has one."""
         self._database = database
         self._vms = vms
+        self._explain_no_place = explain_no_place
 
     async def try_job(self, text: str) -> DryRunDocument:
         """`text`: the job in YAML. It is an estimate: the manager plans with the facts at the job's start."""
         spec, problems = await asyncio.to_thread(read_job_text, text)
         if spec is None:
             return _make_document(problems)
+        if placeless := self._explain_no_place(spec):
+            return _make_document([TextProblem(1, "checkpoint.url", placeless)])
         async with self._database.read() as session:
             rival = await session.scalar(select(JobRow).where(JobRow.active_name == spec.name))
             if rival is not None:
@@ -52,8 +56,10 @@ class DryRuns:
         types = _count_types(usable)
         counts = {each.gpu_type: each.gpus for each in types}
         if len(types) > 1 and explain_one_type(spec.resources, counts, is_alone=not others):
-            most = max(types, key=lambda each: each.gpus)
-            usable, types = [vm for vm in usable if vm["gpu_type"] == most.gpu_type], (most,)
+            memory_bytes = {each.gpu_type: each.device_memory_bytes or 0 for each in types}
+            most = choose_job_type(counts, None, max_gpus=spec.resources.max_gpus, memory_bytes=memory_bytes)
+            usable = [vm for vm in usable if vm["gpu_type"] == most]
+            types = tuple(each for each in types if each.gpu_type == most)
         free = sum(_count_free(vm) for vm in usable)
         gpus = min(free, spec.resources.max_gpus or free)
         found = _make_document([])

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import structlog
 
 from varuna_manager.domain.keepers import SaveCost
-from varuna_manager.domain.memory_margin import NO_MARGIN
 from varuna_manager.domain.observed import Proposal
 from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile, sum_gpu_counts
 from varuna_planner.liveput.checkpoint_interval import StopCosts
@@ -70,6 +69,8 @@ class PlanQuestion(ShapeQuestion):
     """Placement of the previous generation; the index is the rank."""
     previous_p: int | None = None
     """Stages of the previous generation."""
+    has_fitted: bool = False
+    """Whether that had a plan, and did not run out of memory with it."""
     previous_starts: tuple[int, ...] = ()
     """The first section of each of them; empty: not known."""
     present: Plan | None = None
@@ -88,6 +89,7 @@ class PlanQuestion(ShapeQuestion):
             self.previous_p,
             self.previous_starts,
             self.present,
+            self.has_fitted,
         )
         kept = (self.survivors, self.kept_micro_batch)
         return self.shape_key(), self.spec.resources.max_gpus, placed, kept
@@ -242,8 +244,8 @@ def _choose(question: PlanQuestion) -> Proposal:
         return Proposal(plan=None, possible=False, reason=str(error))
     candidates = tuple(candidate.to_dict() for candidate in choice.candidates[:_CANDIDATES_KEPT])
     if choice.best is None:
-        possible, explained = _may_ever_fit(question)
-        return Proposal(plan=None, candidates=candidates, reason=explained or choice.reason, possible=possible)
+        flaw = _explain_no_fit(question)
+        return Proposal(plan=None, candidates=candidates, reason=flaw or choice.reason, possible=not flaw)
     plan = choice.best
     placement = _place(plan, question)
     moves = _predict_moves(plan, placement, question)
@@ -258,18 +260,19 @@ def _choose(question: PlanQuestion) -> Proposal:
     )
 
 
-def _may_ever_fit(question: PlanQuestion) -> tuple[bool, str]:
-    """Whether the job, which has no plan for the present devices, may get one for others, and why it may not.
+def _explain_no_fit(question: PlanQuestion) -> str:
+    """Why the job, which has no plan for the present devices, gets none for any; empty: it may get one for others.
 
-    A job that keeps its micro-batch waits for VMs on which it can. One that has had a plan waits for VMs like those, if
-    it has not learned since that it needs more memory.
+    A job that keeps its micro-batch waits for VMs on which it can, and one that has fitted somewhere for such VMs. Any
+    other one may have as many as it wants of the largest devices that are there.
     """
-    free, gpus = replace(question, trained_micro_batch=None), question.spec.resources.max_gpus or _PLENTY_OF_GPUS
-    plenty = free.choose_shape(gpus)
-    if plenty.best is not None:
-        return True, ""
-    had_larger = question.previous_p is not None and replace(free, margin=NO_MARGIN).choose_shape(gpus).best is None
-    return had_larger, "" if had_larger else plenty.reason
+    if question.has_fitted:
+        return ""
+    memories = [each.memory_bytes for each in question.gpu_types if each.memory_bytes]
+    largest = max(memories, default=question.device_memory_bytes)
+    free = replace(question, trained_micro_batch=None, device_memory_bytes=largest)
+    plenty = free.choose_shape(question.spec.resources.max_gpus or _PLENTY_OF_GPUS)
+    return plenty.reason if plenty.best is None else ""
 
 
 def _predict_present(question: PlanQuestion, now: Plan) -> float | None:

@@ -128,7 +128,7 @@ def _fit_runs(
     low, high = room, max(room, most)
     while low < high:
         middle = (low + high + 1) // 2
-        fits = all(need <= most for need, most in zip(list_needed(middle, recompute), usable_bytes, strict=True))
+        fits = all(need <= usable for need, usable in zip(list_needed(middle, recompute), usable_bytes, strict=True))
         low, high = (middle, high) if fits else (low, middle - 1)
     return TypedCut(starts, np.array(recompute, dtype=np.bool_), low, tuple(list_needed(low, recompute)))
 

@@ -707,6 +707,17 @@ def test_a_drained_agent_does_not_wait_for_a_lost_manager_for_ever() -> None:
     assert of(ins.ExitAgent, vm.tick(at=111.0)) == []
 
 
+def test_an_agent_that_is_drained_stays_so_when_a_signal_ends_it() -> None:
+    vm = Vm()
+    vm.handle(ev.TerminationRequested("SIGTERM"))
+    assert not vm.state.is_drained
+    vm = Vm()
+    vm.receive_message(launch=launch())
+    vm.receive_message(drain=pb.Drain())
+    vm.handle(ev.TerminationRequested("SIGTERM"))
+    assert vm.state.is_drained
+
+
 def test_an_idle_agent_that_is_drained_goes_at_once() -> None:
     assert of(ins.ExitAgent, Vm().receive_message(drain=pb.Drain())) == [
         ins.ExitAgent(0, "draining: the manager ordered it")

@@ -230,7 +230,7 @@ class HeldState:
             time.sleep(_LOOK_AGAIN_S)
 
     def _is_newest_whole(self) -> bool:
-        """Whether the newest step that any holder has is held whole; copies of an older one may be whole before."""
+        """Whether the newest step of those inventories is held whole; copies of an older one may be whole before."""
         able = self._list_able().values()
         return bool(able) and find_newest_step(able) == max(inventory.step for inventory in able)
 

@@ -10,7 +10,7 @@ costs no message. A change on any rank becomes a change on all ranks, and both h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -72,27 +72,19 @@ class ScriptChanges:
         self._agreed = [modes[path] for path in self._paths] + self._traced[len(self._paths) :]
         self._wrapped = list(self._agreed)
         self._seen = self._agreed
-        self._held = self._agreed
-        """What the ranks had agreed on before the step under way."""
-        self._has_stepped = False
-        """Whether the script has called for a step."""
-        self.has_agreed = False
-        """Whether the ranks have agreed on a step before the one under way."""
-        self._have_met = False
-        """Whether the next ranks need no exchange before their first pass."""
-        self._have_begun = False
-        """Whether these ranks have begun a step together."""
+        self._exchanges = True
+        """Whether the ranks exchange their changes before the next pass: scripts may make some before a first step."""
+        self.has_exchanged = False
+        """Whether this rank has the outcome of an exchange."""
         for part, training in zip(self._modules, self._agreed, strict=False):
             part.training = training
 
-    def follow_ranks(self, everyone: RankGroup) -> None:
-        """From now on these are the ranks that agree. They have agreed on the same so far."""
-        self._everyone, self._have_begun = everyone, self._have_met
+    def follow_ranks(self, everyone: RankGroup, *, exchanges: bool) -> None:
+        """From now on these are the ranks that agree. They have agreed on the same so far.
 
-    def meet_ranks(self, *, have_agreed: bool) -> None:
-        """`have_agreed`: those of the next ranks that are not new have agreed on a step before, each with others. Else
-        they exchange their changes before their first pass, as all ranks do in a first step."""
-        self._have_met = have_agreed
+        `exchanges`: before their first pass they exchange their changes, because some of them have not done so yet.
+        """
+        self._everyone, self._exchanges = everyone, exchanges
 
     def follow_stage(self, own: Mapping[str, nn.Parameter], given_out: Mapping[str, nn.Parameter]) -> None:
         """From now on the stage in the same modules has these parameters."""
@@ -103,16 +95,19 @@ class ScriptChanges:
         """By first name of the parameter: whether the ranks have agreed that it trains."""
         return dict(zip(self._names, self._agreed[len(self._paths) :], strict=True))
 
+    @property
+    def agreed(self) -> list[int]:
+        """What the ranks have agreed on: the numbers, among all modules and parameters, of those that train."""
+        return [number for number, trains in enumerate(self._agreed) if trains]
+
+    def follow_agreement(self, agreed: Collection[int]) -> None:
+        """Of a new rank: what the others have agreed on counts, whatever its script did before it joined them."""
+        self._agreed = self._seen = [number in agreed for number in range(len(self._agreed))]
+        self._set_state(self._agreed, self._modules, self._own)
+        self._show_to_script()
+        self.has_exchanged = True
+
     # The parts of a step, in their order
-
-    def hold_agreement(self) -> None:
-        """The script calls for the next step, so all ranks have agreed on the same."""
-        self._held, self.has_agreed, self._has_stepped = self._agreed, self._has_stepped, True
-
-    def restore_agreement(self) -> None:
-        """The step begins again in another generation. A loss may have come when some ranks had exchanged their changes
-        in it and others had not, so all go back to what they agreed on before, with what each has seen since."""
-        self._agreed = self._held
 
     def begin_step(self, *, is_rest: bool = False) -> None:
         """Finds what the script has changed, and sets the stage as agreed for the next pass.
@@ -120,8 +115,8 @@ class ScriptChanges:
         In their first step the ranks exchange their changes before the pass: scripts may have made some before it.
         `is_rest`: not in this step, of which sums are kept that were made as agreed before; the same on all ranks.
         """
-        exchanges = not self._have_begun or len(self._everyone.ranks) == 1
-        self._have_begun = True
+        exchanges = self._exchanges or len(self._everyone.ranks) == 1
+        self._exchanges = False
         if exchanges and not is_rest:
             self.exchange_changes()
             return
@@ -147,6 +142,7 @@ class ScriptChanges:
         self._everyone.all_reduce([differs])
         self._agreed = [old != changed for old, changed in zip(before, (differs > 0).tolist(), strict=True)]
         self._seen = self._agreed
+        self.has_exchanged = True
         self._set_state(self._agreed, self._modules, self._own)
         self._show_to_script()
 

@@ -245,8 +245,14 @@ class StateHolder:
         copies = [copy for copy in self._list_copies() if copy is not held]
         if held is not None and held is self._held and self._has_whole_stage:
             # Who is left may lack some of the stages before, or of the present ones: the others need either.
-            copies.append(self._publish_apart(held))
-            held = None
+            own = worker.environment
+            try:
+                present = hold_state(state, step, own=own, published_as=own.rank)
+            except (CheckpointError, RuntimeError, MemoryError) as error:
+                _log.warning("this process gives only the stage that it had before", reason=first_line(error))
+            else:
+                copies.append(self._publish_apart(held))
+                held = present
         end_as_holder(
             state,
             step,

@@ -12,6 +12,7 @@ from torch import Tensor
 from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.distributed.agreement import BoundaryRequests
 from varuna.distributed.topology import stage_sections
+from varuna.pipeline.micro_batches import join_spans
 from varuna.roles.kept_shares import KeptShare, StepRest, SumsChoice
 from varuna.roles.leaving import StateHolder
 from varuna.roles.moved_sums import add_sums
@@ -22,6 +23,7 @@ from varuna.roles.reshaping import (
     add_step,
     choose_totals,
     count_redone,
+    list_survivors,
     plan_rest,
     settle_sums,
 )
@@ -44,6 +46,11 @@ class Meeting(NamedTuple):
     @property
     def members(self) -> Sequence[GenerationMember]:
         return self.settled.members
+
+    @property
+    def survivors(self) -> Sequence[GenerationMember]:
+        """Those that are not new."""
+        return list_survivors(self.members)
 
 
 class GenerationMeeting:
@@ -82,7 +89,8 @@ class GenerationMeeting:
             trace_digest=parts.trace_digest,
             is_new=before is None,
             follows_shape=before is None or not self._holder.find_script_obstacle(),
-            has_agreed=parts.changes.has_agreed,
+            agreed_changes=join_spans(parts.changes.agreed),
+            has_exchanged=parts.changes.has_exchanged,
         )
         own = add_step(own, step)
         marked: Sequence[MarkedSums] = self._list_marked(step)
@@ -92,7 +100,6 @@ class GenerationMeeting:
         members = [GenerationMember.from_json(text) for text in texts]
         self._settle_evaluations(members, is_new=own.is_new)
         self._settle_weight(members)
-        parts.changes.meet_ranks(have_agreed=all(member.has_agreed for member in members if not member.is_new))
         settled = settle_sums(members, worker.environment.plan, parts.stages)
         totals = choose_totals(own, settled.members, is_reduced=step is not None and step.is_reduced)
         all_follow = all(member.follows_shape for member in settled.members)
@@ -105,7 +112,6 @@ class GenerationMeeting:
             step.totals = progress.committed_totals = totals
         if step.totals is None:  # it is run again
             step.is_reduced = False
-            parts.changes.restore_agreement()
             step.rest = plan_rest(settled, worker.environment, parts.stages)
             if not all_follow:
                 self._prepare_last_step(step, settled)

@@ -22,6 +22,7 @@ from varuna.distributed.agreement import StepTotals, agree_on_totals
 from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
 from varuna.partition import Stage
+from varuna.pipeline.micro_batches import split_spans
 from varuna.roles.kept_shares import KeptShare, StepRest
 from varuna.roles.late_state import are_sums_late, may_be_late
 from varuna.roles.leaving import StateHolder
@@ -112,6 +113,7 @@ class GenerationMembership:
         worker.phases.end_phase("script")
         meeting = self._meeting.meet(None, None)
         settled, rest = meeting.settled, meeting.rest
+        self._require_alike(meeting)
         self._require_together(settled.members)
         move, are_late = NewcomerMove(worker, parts.taken_ahead), are_sums_late(rest)
         is_late = self._is_state_late(settled.members)
@@ -130,14 +132,14 @@ class GenerationMembership:
                 move.close()
         assert loaded is not None
         parts.checkpoints.continue_from(loaded)
-        parts.changes.begin_step()  # what was loaded of them is agreed on by the others
+        parts.changes.follow_agreement({*split_spans(meeting.survivors[0].agreed_changes)})
         self._first_step = FirstStep(rest)
         if rest is not None and rest.sums is not None:
             kept = follow_sums(rest.sums, settled, worker.environment, rest.expected_weight)
             self._first_step = FirstStep(rest, kept, () if are_late else move.read_sums())
         worker.phases.end_phase("load")
         parts.assembly.disconnect(_LINKS_END_S)
-        self._connect_anew(stage)
+        self._connect_anew(stage, meeting)
         if parts.late is not None:
             parts.late.begin()
         self._awaited_in = CallKind.STEP
@@ -274,6 +276,7 @@ class GenerationMembership:
         phases.end_phase("wait")
         holder.join_next(environment, phases)
         meeting = self._meeting.meet(step, before)
+        self._require_alike(meeting)
         holder.drop_state_before()
         if step is None:  # others may have begun the next step, if this rank has missed the end of an evaluation
             self._first_step = FirstStep(meeting.rest)
@@ -288,7 +291,7 @@ class GenerationMembership:
             phases.end_phase("load")
         if not moves:
             holder.end_move()
-        self._connect_anew(stage)
+        self._connect_anew(stage, meeting)
         if moves:  # a rank that is lost before leaves the others without a stage that is connected
             holder.hold_stage()
             self._end_move()
@@ -404,6 +407,13 @@ class GenerationMembership:
         del self._parts.assembly
         return stage
 
+    def _require_alike(self, meeting: Meeting) -> None:
+        """Leaves, together with all others, if a loss has come when some had the outcome of an exchange of the script's
+        changes, and perhaps traced the model anew, and others had not."""
+        first, *others = meeting.survivors
+        if any(other.agreed_changes != first.agreed_changes for other in others):
+            self._leave_unmoved("they have agreed on different changes by the script")
+
     def _require_together(self, members: Sequence[GenerationMember]) -> None:
         if reason := explain_apart(members, self._parts.section_count):
             self._leave_unmoved(reason)
@@ -416,10 +426,10 @@ class GenerationMembership:
 
     def _leave_unmoved(self, reason: str) -> None:
         """Leaves the generation, whose ranks cannot take their stages, so that new processes take the state."""
-        self._leave(f"the ranks cannot take other stages in place: {reason}")
+        self._leave(f"the ranks cannot go on in place: {reason}")
         self._parts.worker.departure.raise_if_leaving()
 
-    def _connect_anew(self, stage: Stage) -> None:
+    def _connect_anew(self, stage: Stage, meeting: Meeting) -> None:
         """Connects this rank, with its state, to the others of its generation."""
         parts = self._parts
         with keep_global_generators(parts.device):
@@ -431,10 +441,10 @@ class GenerationMembership:
                 precision=parts.precision,
                 link_kind=parts.link_kind,
             )
-        self._follow_generation()
+        self._follow_generation(meeting)
         parts.worker.phases.end_phase("connect")
 
-    def _follow_generation(self) -> None:
+    def _follow_generation(self, meeting: Meeting) -> None:
         """Everything that knows the other ranks knows those of the new generation from now on."""
         parts, environment = self._parts, self._parts.worker.environment
         if parts.copies is not None:
@@ -445,7 +455,8 @@ class GenerationMembership:
             parts.ahead.taker.close()
             parts.ahead = None
         parts.expected_weight.follow_replicas(parts.assembly.replicas)
-        parts.changes.follow_ranks(parts.assembly.everyone)
+        have_exchanged = all(member.has_exchanged for member in meeting.survivors)
+        parts.changes.follow_ranks(parts.assembly.everyone, exchanges=not have_exchanged)
         parts.non_finite.set_logging(logs=environment.rank == 0)
         if environment.survivors:
             parts.non_finite.count_anew()

@@ -110,6 +110,7 @@ class TrainingProgress:
     def count_evaluation(self, loss: float) -> None:
         """Counts an evaluation, whose loss this rank has."""
         self.evaluations, self.evaluated_loss, self.missed_loss = self.evaluations + 1, loss, None
+        self.has_call_failed = False
 
     def find_committed(self, step: TrainingStep | None) -> int:
         """The newest step that this rank knows as committed. `step`: the call under way. From any thread."""

@@ -50,6 +50,7 @@ __all__ = [
     "fits_in_place",
     "follow_sums",
     "list_only_copied",
+    "list_survivors",
     "may_end_step",
     "must_move",
     "plan_rest",
@@ -103,8 +104,10 @@ class GenerationMember:
     """Whether its process has only just started, and has no state yet."""
     follows_shape: bool = True
     """Whether its script can go on in another shape after the step under way."""
-    has_agreed: bool = False
-    """Whether it has agreed on a step before that one."""
+    agreed_changes: Sequence[Sequence[int]] = ()
+    """What it has agreed on with others of the changes by the script (`ScriptChanges.agreed`), as runs [first, end)."""
+    has_exchanged: bool = False
+    """Whether it has exchanged those of its script with others."""
 
     @property
     def evaluation(self) -> int | None:
@@ -235,7 +238,7 @@ def _as_sections(sections: Sequence[int]) -> Sections:
 
 def _list_cut(members: Sequence[GenerationMember], section_count: int) -> list[Sections]:
     """The stages that the survivors had. Neighbouring stages that no survivor has anything of are one stage."""
-    known = {_as_sections(member.sections) for member in _list_survivors(members)}
+    known = {_as_sections(member.sections) for member in list_survivors(members)}
     known |= {mark.sections for member in members for mark in member.marks}
     gaps: list[Sections] = []
     end = 0
@@ -270,7 +273,7 @@ def choose_totals(own: GenerationMember, members: Sequence[GenerationMember], *,
 
     Raises RuntimeError when this rank cannot get to the newest committed step.
     """
-    newest = max(_list_survivors(members), key=lambda member: member.committed)
+    newest = max(list_survivors(members), key=lambda member: member.committed)
     if own.is_new:
         return None
     if own.committed == newest.committed:
@@ -282,7 +285,7 @@ def choose_totals(own: GenerationMember, members: Sequence[GenerationMember], *,
     )
 
 
-def _list_survivors(members: Sequence[GenerationMember]) -> list[GenerationMember]:
+def list_survivors(members: Sequence[GenerationMember]) -> list[GenerationMember]:
     """Those that are no new processes."""
     return [member for member in members if not member.is_new]
 
@@ -290,7 +293,7 @@ def _list_survivors(members: Sequence[GenerationMember]) -> list[GenerationMembe
 def explain_apart(members: Sequence[GenerationMember], section_count: int) -> str:
     """Why these cannot give other processes a state with which they begin where these are in their scripts; empty: they
     can."""
-    old = _list_survivors(members)
+    old = list_survivors(members)
     places = {(member.committed, member.is_at_start, member.evaluation) for member in old}
     if len(places) > 1 or not (old[0].is_at_start or old[0].is_evaluating):
         return "ranks are at different places of their scripts"
@@ -305,7 +308,7 @@ def explain_apart(members: Sequence[GenerationMember], section_count: int) -> st
 
 def list_only_copied(members: Sequence[GenerationMember], section_count: int) -> set[int]:
     """The sections that no process has in its own stage: there are copies at best."""
-    return set(range(section_count)) - _list_sections(one.sections for one in _list_survivors(members))
+    return set(range(section_count)) - _list_sections(one.sections for one in list_survivors(members))
 
 
 def _list_sections(stages: Iterable[Sequence[int]]) -> set[int]:
@@ -341,7 +344,7 @@ def plan_rest(settled: SettledSums, environment: WorkerEnvironment, stages: Sequ
     All ranks decide alike from the same sums. `stages`: the sections of each.
     """
     members, sources, plan = settled.members, settled.sources, environment.plan
-    old = _list_survivors(members)
+    old = list_survivors(members)
     if len({member.committed for member in old}) > 1:
         return None
     if settled.micro_batch is None:
@@ -396,7 +399,7 @@ def count_redone(rest: StepRest | None, members: Sequence[GenerationMember], env
     They are counted in micro-batches of the plan, also where the rest runs with smaller ones."""
     if not any(member.has_begun for member in members):
         return 0
-    unbegun = {member.unbegun for member in _list_survivors(members)}
+    unbegun = {member.unbegun for member in list_survivors(members)}
     examples = unbegun.pop() if len(unbegun) == 1 else None
     if rest is None or examples is None:
         return count_left(rest, environment)

@@ -138,7 +138,6 @@ class TrainingRole:
     def train_step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None) -> tuple[float, bool, float]:
         batch = find_recent_batch(inputs)
         step = TrainingStep(inputs=inputs, batch=batch, clip_grad_max_norm=clip_grad_max_norm)
-        self._changes.hold_agreement()
         self._membership.begin_first_step(step)
 
         def run() -> tuple[float, bool, float]:

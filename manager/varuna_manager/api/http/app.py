@@ -61,7 +61,8 @@ def make_app(services: Services) -> FastAPI:
     )
     problems.install(app)
     views = services.views
-    app.include_router(job_routes(services.jobs, DryRuns(views.database, views.vms)), prefix="/api/v1", tags=["jobs"])
+    dry_runs = DryRuns(views.database, views.vms, services.jobs.explain_no_place)
+    app.include_router(job_routes(services.jobs, dry_runs), prefix="/api/v1", tags=["jobs"])
     app.include_router(overview_routes(Overviews(services.fleet, views)), prefix="/api/v1")
     app.include_router(history_routes(views), prefix="/api/v1", tags=["history"])
     app.include_router(log_routes(services.logs, services.stacks), prefix="/api/v1", tags=["logs"])

@@ -40,6 +40,14 @@ async def test_mistakes_and_a_name_that_is_taken_are_problems(world: RestWorld) 
     assert "already queued" in found["problems"][0]["text"]
 
 
+async def test_a_job_that_has_no_place_for_its_checkpoints_is_a_problem_where_it_is_refused(world: RestWorld) -> None:
+    world.services.jobs._no_root_because = "its VMs are other machines"
+    (problem,) = (await try_job(world, TEXT))["problems"]
+    assert (problem["line"], problem["field"]) == (1, "checkpoint.url")
+    assert problem["text"] == (await world.ask("POST", "/api/v1/jobs", json=SPEC)).json()["detail"]
+    assert (await try_job(world, TEXT + "checkpoint: {url: s3://bucket/x}\n"))["problems"] == []
+
+
 async def test_it_plans_for_the_free_gpus_by_an_earlier_profile_and_changes_nothing(world: RestWorld) -> None:
     memory = {"device_memory_bytes": 16 << 30, "price_per_hour": 0.5}
     await world.add(*(vm(f"vm-{number}", **memory) for number in range(5)), vm("vm-5", cordoned_at=1.0, **memory))
@@ -68,6 +76,8 @@ async def test_types_of_gpu_are_mixed_as_they_would_be(world: RestWorld) -> None
     assert sorted(found["plan"]["gpu_types"]) == ["A100", "V100", "V100"]
     one_type = await try_job(world, TEXT + "resources: {mix_gpu_types: false}\n")
     assert (one_type["free_gpus"], one_type["plan"]["gpu_types"]) == (2, [])
+    few = await try_job(world, TEXT + "resources: {max_gpus: 1}\n")
+    assert (few["all_gpus"], few["plan"]["p"]) == (1, 1), "of equally many that it uses, the first by name"
     await world.change(earlier, state="running")
     assert (await try_job(world, TEXT))["free_gpus"] == 2, "another job shares the fleet"
 

@@ -256,6 +256,7 @@ async def test_a_vm_that_is_drained_while_it_is_silent_is_given_back_when_it_is_
     await hosts.hello("a", "first")
     back = await hosts.judge("a")
     assert (back.state, back.leave_by) == (VmState.DRAINING, NOW + 30.0)
+    assert back.reason == "its heartbeats arrive again, and it was drained by the user"
 
 
 async def test_a_drain_that_gives_a_vm_back_cannot_be_lifted(database: Database, tmp_path: Path) -> None:

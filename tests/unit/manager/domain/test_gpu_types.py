@@ -32,6 +32,8 @@ def test_gpus_beyond_what_a_job_uses_do_not_count_and_of_equally_many_it_gets_th
     assert choose_job_type(usable, "A100") == "T4"
     assert choose_job_type(usable, "A100", max_gpus=2) == "A100"
     assert choose_job_type(usable, "A100", max_gpus=3) == "A100"
+    assert choose_job_type(usable, "A100", memory_bytes=memory_bytes) == "A100", "it may not fit smaller ones"
+    assert choose_job_type({"A100": 4, "T4": 2}, "T4", memory_bytes=memory_bytes) == "A100"
     assert choose_job_type({"Z": 2, **usable}, None, max_gpus=2, memory_bytes={**memory_bytes, "Z": 8 << 30}) == "A100"
 
 

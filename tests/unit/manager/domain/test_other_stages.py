@@ -162,6 +162,21 @@ def test_a_second_loss_that_takes_a_stage_before_leaves_the_new_ones() -> None:
     assert [(one.rank, one.held_stages) for one in start.holders.members] == [(0, {0}), (2, {0})]
 
 
+def test_a_second_loss_leaves_what_new_processes_have_taken_and_no_copies() -> None:
+    """a, c and d go on from 2×2, with a copy of stage 1 on a, and e takes that with them. Then d is lost."""
+    members = [(0, 0, "a", (0, 1)), (2, 0, "c", ()), (3, 1, "d", ())]
+    holders = [Holder(rank=rank, stage=own, vm_id=name, held_at=NOW, stages=all_) for rank, own, name, all_ in members]
+    there = [held(0, "a"), held(1, "e"), held(2, "c"), worker(3, "d", ExitCause.VM_GONE)]
+    last = unmoved(*there, resumed_step=7)
+    last = replace(last, plan=PLAN, holders=Holders(generation=2, members=tuple(holders)))
+    vms = [vm("a"), vm("c"), vm("e"), vm("x")]
+    start = start_of(view(last, vms, 2, 2, min_gpus=4), *vms)
+    assert start.holders is not None
+    assert [(one.rank, one.held_stages) for one in start.holders.members] == [(0, {0}), (1, {1}), (2, {0})]
+    without = replace(last, workers=tuple(one for one in there if one.rank != 1))
+    assert find_unmoved(without, lambda holder: True) is None, "the copies are dropped by a move"
+
+
 def test_an_error_in_the_first_step_of_other_stages_is_no_ones_state() -> None:
     last = unmoved(held(0, "a"), held(1, "d"), held(2, "c"), resumed_step=7)
     last = replace(last, end_cause=EndCause.SCRIPT_FAILED, end_reason="the script failed")

@@ -207,11 +207,13 @@ async def test_a_job_that_has_had_a_plan_waits_where_the_devices_that_are_left_a
         assert found.plan is None
         return found.possible
 
-    assert await may_fit(previous_p=1, device_memory_bytes=1), "it had larger ones"
+    assert await may_fit(has_fitted=True, device_memory_bytes=1), "it had larger ones"
     assert not await may_fit(device_memory_bytes=1)
     needs_more = MemoryMargin(factor=1e9, lessons=1)
-    assert not await may_fit(previous_p=1, margin=needs_more), "these are like those on which it ran out of memory"
-    assert await may_fit(previous_p=1, margin=needs_more, device_memory_bytes=1)
+    assert not await may_fit(previous_p=1, margin=needs_more), "it has run out of memory"
+    assert await may_fit(has_fitted=True, margin=needs_more), "but has trained with what it learned from that"
+    sizes = (GpuOfVm("a", "T4", 1), GpuOfVm("b", "A100", 10**9))
+    assert await may_fit(device_memory_bytes=1, devices=(Device("a", 0),), gpu_types=sizes)
 
 
 async def test_the_answer_after_a_loss_has_a_plan_that_keeps_the_step() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.groups import RankGroup
 from varuna.model.script_changes import ScriptChanges
 from varuna.partition import PartitionError, trace
+from varuna.pipeline.micro_batches import split_spans
 from varuna.roles.progress import TrainingStep
+from varuna.roles.reshaping import GenerationMember
 from waiting import DEADLINE_S
 
 H = 3
@@ -114,10 +117,10 @@ def test_a_change_that_the_stages_cannot_follow_is_refused_by_name() -> None:
 
 
 class Exchange(RankGroup):
-    """One sum of two ranks, which are threads here. A rank that `is_parted` leaves before it knows the sum."""
+    """One sum of ranks, which are threads here. A rank that `is_parted` leaves before it knows the sum."""
 
     def __init__(self, given: list[Tensor], both: threading.Barrier, *, is_parted: bool) -> None:
-        super().__init__(None, [0, 1], Departure(lambda code: None))
+        super().__init__(None, range(both.parties), Departure(lambda code: None))
         self._given, self._both, self._is_parted = given, both, is_parted
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
@@ -128,91 +131,91 @@ class Exchange(RankGroup):
         tensors[0].copy_(sum(self._given))
 
 
-class TwoRanks:
-    """Both have the whole model, and nothing but their changes goes between them."""
+class Ranks:
+    """Each has the whole model, and nothing but their changes goes between them."""
 
-    def __init__(self) -> None:
-        self.users = [Head(), Head()]
+    def __init__(self, count: int = 2) -> None:
+        self.users = [Head() for _ in range(count)]
         self.models = [wrap(model) for model in self.users]
         self.changes: list[ScriptChanges] = [training_role(model)._parts.changes for model in self.models]
-        self.hold_agreement()
         self.connect()
 
-    def hold_agreement(self) -> None:
-        for one in self.changes:
-            one.hold_agreement()
-
-    def connect(self, *, parted: int | None = None) -> None:
-        given, both = list[Tensor](), threading.Barrier(2)
+    def connect(self, *, parted: int | None = None, exchanges: bool = True) -> None:
+        given, all_there = list[Tensor](), threading.Barrier(len(self.changes))
         for rank, one in enumerate(self.changes):
-            one.follow_ranks(Exchange(given, both, is_parted=rank == parted))
+            one.follow_ranks(Exchange(given, all_there, is_parted=rank == parted), exchanges=exchanges)
 
-    def begin_step(self, *, is_rest: bool = False) -> None:
-        def begin(one: ScriptChanges) -> None:
+    def on_all(self, call: Callable[[ScriptChanges], None]) -> None:
+        def call_one(one: ScriptChanges) -> None:
             with suppress(PeerLost):
-                one.begin_step(is_rest=is_rest)
+                call(one)
 
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(begin, self.changes))
-
-    def begin_step_again(self, *, is_rest: bool = False) -> None:
-        """In the next generation."""
-        for one in self.changes:
-            one.restore_agreement()
-        self.connect()
-        self.begin_step(is_rest=is_rest)
-
-
-@pytest.mark.parametrize("changed", [[0], [1], [0, 1], []], ids=str)
-@pytest.mark.parametrize("parted", [0, 1])
-def test_ranks_of_which_one_leaves_in_an_exchange_agree_in_the_next_generation(changed: list[int], parted: int) -> None:
-    ranks = TwoRanks()
-    for rank in changed:
-        ranks.users[rank].eval()
-    ranks.connect(parted=parted)
-    ranks.begin_step()
-    ranks.begin_step_again()
-    assert [model.training for model in ranks.users] == [not changed] * 2
-    assert not any(one.are_pending for one in ranks.changes)
+        with ThreadPoolExecutor(len(self.changes)) as pool:
+            list(pool.map(call_one, self.changes))
 
 
 def test_a_rank_that_has_not_begun_a_step_exchanges_its_changes_with_those_that_have() -> None:
-    ranks = TwoRanks()
-    ranks.changes[0].follow_ranks(Exchange([], threading.Barrier(1), is_parted=True))
-    with suppress(PeerLost):
-        ranks.changes[0].begin_step()
-    ranks.begin_step_again()
+    ranks = Ranks()
+    ranks.connect(parted=0)
+    ranks.on_all(ScriptChanges.begin_step)
+    assert [one.has_exchanged for one in ranks.changes] == [False, True]
+    ranks.users[0].eval()
+    ranks.connect()
+    ranks.on_all(ScriptChanges.begin_step)
+    assert [model.training for model in ranks.users] == [False, False]
+    ranks.connect(exchanges=False)
+    ranks.changes[0].begin_step()  # waits for nobody
 
 
-@pytest.mark.parametrize("is_rest", [False, True])
-def test_a_change_that_a_pass_ran_without_is_not_lost_with_it(is_rest: bool) -> None:
-    """Nor is it made in the rest of the step, whose other part ran without it."""
-    ranks = TwoRanks()
-    ranks.begin_step()
-    ranks.hold_agreement()
+@pytest.mark.parametrize("changed", [[0], [1], [0, 1]], ids=str)
+def test_ranks_of_which_one_has_missed_an_exchange_are_seen_to_differ(changed: list[int]) -> None:
+    ranks = Ranks()
+    for rank in changed:
+        ranks.users[rank].eval()
+    ranks.connect(parted=0)
+    ranks.on_all(ScriptChanges.begin_step)
+    assert ranks.changes[0].agreed != ranks.changes[1].agreed
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_a_change_that_a_pass_ran_without_is_not_lost_with_it(exchanges: bool) -> None:
+    """In the rest of a step, whose other part ran without it, it is not made before the end."""
+    ranks = Ranks()
+    ranks.on_all(ScriptChanges.begin_step)
     parameter = ranks.models[0].get_parameter("body.weight")
     parameter.requires_grad_(False)
-    ranks.begin_step()
-    ranks.begin_step_again(is_rest=is_rest)
-    assert [one.are_pending for one in ranks.changes] == [is_rest, False]
-    assert parameter.requires_grad == is_rest
-    if is_rest:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(ScriptChanges.exchange_changes, ranks.changes))
+    ranks.on_all(ScriptChanges.begin_step)
+    ranks.connect(exchanges=exchanges)
+    ranks.on_all(partial(ScriptChanges.begin_step, is_rest=True))
+    assert [one.are_pending for one in ranks.changes] == [True, False]
+    assert parameter.requires_grad
+    ranks.on_all(ScriptChanges.exchange_changes)
     assert [one.trains["body.weight"] for one in ranks.changes] == [False, False]
 
 
-def test_a_meeting_in_a_step_takes_back_what_the_ranks_agreed_on_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_rank_follows_the_others_whatever_its_script_did_before_it_joined_them() -> None:
+    ranks = Ranks(3)
+    for users in ranks.users:
+        users.eval()
+    first, second, new = ranks.changes
+    ranks.on_all(lambda one: None if one is new else one.follow_agreement(first.agreed))
+    ranks.users[0].train()
+    new.follow_agreement(second.agreed)
+    assert (ranks.users[2].training, new.has_exchanged, new.are_pending) == (True, True, False)
+    ranks.connect()
+    ranks.on_all(ScriptChanges.begin_step)
+    assert first.agreed == second.agreed == new.agreed
+
+
+def test_a_meeting_in_a_first_step_keeps_what_the_ranks_have_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     users = Head()
     model = wrap(users, batch_size=4, chunk_size=2)
     role = training_role(model)
     users.eval()
-    model.step(batch())
-    users.train()
+    met: list[GenerationMember] = []
 
     def meet(step: TrainingStep, *_: object) -> None:
-        assert not role._changes.are_pending
-        role._membership._meeting.meet(step, role._worker.environment)
+        met.extend(role._membership._meeting.meet(step, role._worker.environment).survivors)
         raise PeerLost("rank 2 is gone")
 
     monkeypatch.setattr(role._worker.rendezvous, "exchange_values", lambda name, ranks, own: [own])
@@ -220,4 +223,8 @@ def test_a_meeting_in_a_step_takes_back_what_the_ranks_agreed_on_in_it(monkeypat
     monkeypatch.setattr(role._share, "run", meet)
     with pytest.raises(PeerLost):
         model.step(batch())
-    assert role._changes.are_pending
+    (own,) = met
+    assert own.has_exchanged
+    assert split_spans(own.agreed_changes) == role._changes.agreed
+    assert not role._changes.are_pending
+    assert not users.training

@@ -177,3 +177,11 @@ def test_a_state_of_two_steps_is_neither_left_nor_trained_with(
     model.step(INPUTS)
     fail(model)
     assert left == [3]
+
+
+def test_an_evaluation_whose_loss_the_others_know_has_not_failed(model: Varuna, left: list[int]) -> None:
+    progress = training_role(model)._progress
+    progress.has_call_failed, progress.missed_loss = True, 0.5
+    assert model.evaluate(INPUTS) == 0.5
+    fail(model)
+    assert left == [LEFT_AT]

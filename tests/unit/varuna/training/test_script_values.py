@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import varuna
 from training_roles import training_role
+from varuna.roles.meeting import Meeting
+from varuna.roles.reshaping import SettledSums
 from varuna.worker.script_values import ScriptValues
 from varuna_proto.bounds import MOST_LOGGED_NAMES
 
@@ -103,10 +105,11 @@ def test_values_go_to_the_curves_of_the_newest_generation(tmp_path: Path, monkey
     batch = {"x": torch.ones(2, 2)}
     model = varuna.Varuna(Squared(), get_batch_fn=batch)
     model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    meeting = Meeting(SettledSums([], [], [], None))
     for step in (1, 2):
         model.step(batch)
         varuna.log({"accuracy": 0.5}, step)
-        training_role(model)._membership._follow_generation()
+        training_role(model)._membership._follow_generation(meeting)
     files = [EventAccumulator(str(file)).Reload() for file in tmp_path.iterdir()]
     found = [[[point.step for point in one.Scalars(tag)] for tag in ("train/loss", "script/accuracy")] for one in files]
     assert sorted(found) == [[[1], [1]], [[2], [2]]]
