@@ -40,6 +40,7 @@ class Rank:
 
     def die(self) -> None:
         self.is_dead = True
+        self.presence._over = True  # here its thread lives on, and must tell nobody of the connections that end
         for connection in self.presence._sockets:
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -74,9 +75,7 @@ def test_all_others_hear_of_a_rank_that_has_ended(ranks: list[Rank]) -> None:
 
 
 def test_all_hear_when_the_rank_that_tells_the_others_has_ended(ranks: list[Rank]) -> None:
-    ranks[0].presence._over = True  # here its thread lives on, and sends nothing more
-    for connection in ranks[0].presence._sockets[1:]:
-        connection.shutdown(socket.SHUT_RDWR)
+    ranks[0].die()
     assert ranks[1].reason() == ranks[2].reason() == "rank 0 is gone: its process has ended"
 
 
