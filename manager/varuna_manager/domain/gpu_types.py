@@ -64,7 +64,7 @@ def choose_job_type(
     if not counts:
         return None
     best = max(sorted(counts), key=lambda gpu_type: (counts[gpu_type], memory_bytes.get(gpu_type, 0)))
-    if present not in counts or present is None:
+    if present is None or present not in counts:
         return best
     is_smaller = memory_bytes.get(best, 0) < memory_bytes.get(present, 0)  # what it has trained may not fit there
     return present if is_smaller or counts[best] < OTHER_TYPE_FACTOR * counts[present] else best

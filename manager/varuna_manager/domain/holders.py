@@ -99,10 +99,12 @@ def _find_held(
     is_fault = ended.last_step is None and ended.end_cause not in blameless
     if any(worker.held_step is not None for worker in ended.workers):
         is_in_vain = is_fault and (ended.in_place or ended.holders is not None)
-        if is_in_vain or (found := _find_members(ended, ended.plan.p, is_there)) is not None:
-            return None if is_in_vain else found
-        unmoved = find_unmoved(ended, is_there)
-        return None if unmoved is None else _Held(sys.maxsize, unmoved)
+        if is_in_vain:
+            return None
+        found = _find_members(ended, ended.plan.p, is_there)
+        if found is None and (before := find_unmoved(ended, is_there)) is not None:
+            return _Held(sys.maxsize, before)
+        return found
     earlier = ended.holders
     # Holders serve a second time after any end, because a rank may just have been killed. If they do not help then, the
     # checkpoint must, or the job would fail again in the same way.
