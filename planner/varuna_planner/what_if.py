@@ -15,7 +15,7 @@ from varuna_planner.cutting import balance as cutting
 from varuna_planner.cutting._tables import LEVELS
 from varuna_planner.cutting.balance import NetworkCosts, SectionTables
 from varuna_planner.cutting.pipeline import Pipeline
-from varuna_planner.cutting.typed_cut import fit_stages
+from varuna_planner.cutting.typed_cut import SectionRuns, fit_stages
 from varuna_planner.memory import human, usable_bytes
 from varuna_planner.profile.document import Profile
 from varuna_planner.schedule.batching import count_micro_batches, micro_batch_sizes, micro_batches
@@ -198,10 +198,9 @@ def _fit_stages(
     if question.run_ahead is not None:
         rooms, most = [question.run_ahead], question.run_ahead
     bounds = np.array([*starts, len(question.profile.sections)], dtype=np.int64)
+    runs = SectionRuns(sections)
     fitted = [
-        fit_stages(
-            sections, bounds, [usable] * P, limits=limits, N=N, room=room, most=most, recompute=question.recompute
-        )
+        fit_stages(runs, bounds, [usable] * P, limits=limits, N=N, room=room, most=most, recompute=question.recompute)
         for room in rooms
     ]
     needed = fitted[0].needed_bytes

@@ -19,7 +19,7 @@ from varuna_planner.cutting import _tables
 from varuna_planner.memory import gradient_sets, input_sets, pass_bytes, stage_bytes
 from varuna_planner.schedule.policies import most_in_flight, stash_cap
 
-__all__ = ["TypedCut", "cut_by_type", "fit_stages"]
+__all__ = ["SectionRuns", "TypedCut", "cut_by_type", "fit_stages"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -57,7 +57,7 @@ def cut_by_type(
         limits: the schedule, and where receives wait.
     """
     P, K = len(types), sections[types[0]].working.shape[1]
-    runs = {name: _Runs(sections[name]) for name in set(types)}
+    runs = {name: SectionRuns(sections[name]) for name in set(types)}
     sets = _list_sets(limits, P, N, room)
     value, begins = np.full(K + 1, inf), []
     value[0] = 0.0
@@ -75,11 +75,11 @@ def cut_by_type(
         starts[stage] = begins[stage][starts[stage + 1]]
     most = min(_tables.RUN_AHEAD_STAGES * P, N) if limits.runs_ahead else room
     # All types need the same bytes.
-    return _fit_runs(runs[types[0]], starts, usable_bytes, limits=limits, N=N, room=room, most=most)
+    return fit_stages(runs[types[0]], starts, usable_bytes, limits=limits, N=N, room=room, most=most)
 
 
 def fit_stages(
-    sections: _tables.SectionTables,
+    runs: SectionRuns,
     starts: Ints,
     usable_bytes: Sequence[int],
     *,
@@ -93,28 +93,12 @@ def fit_stages(
     `most` for which memory is left. If they do not fit even so, their `needed_bytes` exceed `usable_bytes`.
 
     Args:
-        sections: at one micro-batch size.
+        runs: of the sections.
         starts: [P + 1] first section of each stage, and K.
         usable_bytes: memory that each stage may use.
         limits: the schedule, and where receives wait.
         recompute: by stage, whatever memory demands.
     """
-    return _fit_runs(
-        _Runs(sections), starts, usable_bytes, limits=limits, N=N, room=room, most=most, recompute=recompute
-    )
-
-
-def _fit_runs(
-    runs: _Runs,
-    starts: Ints,
-    usable_bytes: Sequence[int],
-    *,
-    limits: _tables.SearchLimits,
-    N: int,
-    room: int,
-    most: int,
-    recompute: Sequence[bool] | None = None,
-) -> TypedCut:
     P = len(starts) - 1
     bounds = [(int(starts[stage]), int(starts[stage + 1])) for stage in range(P)]
 
@@ -152,7 +136,7 @@ class _StageSets(NamedTuple):
     """Without recompute."""
 
 
-class _Runs:
+class SectionRuns:
     """All runs of sections i to j - 1 at one micro-batch size, as [K + 1, K + 1] arrays."""
 
     def __init__(self, sections: _tables.SectionTables) -> None:

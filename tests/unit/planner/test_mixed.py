@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner_profiles import make_profile
 from varuna_planner.cutting import balance as cutting
-from varuna_planner.cutting.typed_cut import _list_sets, _Runs
+from varuna_planner.cutting.typed_cut import SectionRuns, _list_sets
 from varuna_planner.profile.document import Link, Links
 from varuna_planner.profile.speed import scale_speed
 from varuna_planner.schedule.batching import count_micro_batches
@@ -215,7 +215,7 @@ def count_needed(plan: Plan, group: TypedGpus) -> list[int]:
     limits = make_search_limits(group.profile, 1 << 40, Policy(plan.policy))
     m = plan.micro_batch
     most = max(plan.shares or (-(-count_micro_batches(plan.global_batch, m) // plan.d),))
-    runs = _Runs(cutting.section_tables(group.profile, [(m, m)], sums_gradients=plan.d > 1))
+    runs = SectionRuns(cutting.section_tables(group.profile, [(m, m)], sums_gradients=plan.d > 1))
     bounds = zip(plan.stage_starts, (*plan.stage_starts[1:], len(group.profile.sections)), strict=True)
     sets = _list_sets(limits, plan.p, most, plan.run_ahead)
     return [

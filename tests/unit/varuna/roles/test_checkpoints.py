@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-
+from tiny_language_model import TinyLanguageModel, get_batch
 from training_roles import training_role
 from varuna import Varuna
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = (x * self.scale).mean()
-        return loss
-
-
 def test_the_time_of_the_newest_save_outlives_its_generation() -> None:
-    role = training_role(Varuna(Scaled(), get_batch_fn={"x": torch.ones(4, 2)}))
+    role = training_role(Varuna(TinyLanguageModel(), get_batch_fn=get_batch(4)))
     before = role.checkpoints.checkpointing.automatic
     role.checkpoints.follow_ranks(role.assembly.everyone, role._parts.model_map)
     after = role.checkpoints.checkpointing.automatic

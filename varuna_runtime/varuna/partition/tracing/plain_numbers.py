@@ -52,7 +52,8 @@ def _is_on_line(batches: tuple[int, int], one: Any, two: Any) -> bool:
 
 
 class KeptNumbers:
-    """Notices when code reads a number that a module's forward has left in an attribute of the module.
+    """Notices when code reads a number that a module's forward has changed in an attribute of the module. One that was
+    set to what it had been is not noticed.
 
     A module with such a number gets a class of its own, as `torch.nn.utils.parametrize` gives it one: so nothing else
     takes longer.
