@@ -27,6 +27,8 @@ MOST_LOSS = 1e100
 NAME_CHARS = 255
 """The length of the store's short columns."""
 URL_CHARS = 4096
+MOST_REPORT_BYTES = 1024 * 1024
+"""For an agent's report, apart from a profile."""
 ERROR_CHARS = 16_000
 """For a traceback or the last lines of a log."""
 

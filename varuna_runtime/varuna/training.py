@@ -15,7 +15,7 @@ from torch import nn
 from varuna.assembly.connections import LinkKind
 from varuna.calibration.optimizer_costs import OptimizerSetup
 from varuna.checkpoint import CheckpointRequest, StateScope
-from varuna.checkpoint.script_states import Stateful
+from varuna.checkpoint.script_states import OWN_PREFIX, Stateful
 from varuna.copies.ahead_taker import AheadTaker, take_as_newcomer
 from varuna.data.batches import follow_shape
 from varuna.devices.worker_device import choose_device, make_device_current
@@ -291,9 +291,12 @@ class Varuna(ModuleView):
                 otherwise for each rank, which no other shape can load. "section": the same, but the save fails if the
                 rest differs. "rank": each rank's own, for the same shape only. "job": rank 0's, for all ranks.
 
-        Raises ValueError for a duplicate name or an unknown `per`, and varuna.checkpoint.CheckpointError when the
-        loaded checkpoint has a state of this name for each rank of another shape.
+        Raises ValueError for a duplicate name, one that begins with "varuna." or an unknown `per`, and
+        varuna.checkpoint.CheckpointError when the loaded checkpoint has a state of this name for each rank of another
+        shape.
         """
+        if name.startswith(OWN_PREFIX):
+            raise ValueError(f"a state named {name!r}: names that begin with {OWN_PREFIX!r} are Varuna's own")
         if per not in list(StateScope):
             raise ValueError(f"per={per!r}: give 'auto', 'section', 'rank' or 'job'")
         self._role.register_state(name, state, StateScope(per))

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
+from varuna_proto.bounds import MOST_REPORT_BYTES
 from varuna_proto.v1 import agent_pb2
+
+_MOST_ITEMS_BYTES = MOST_REPORT_BYTES // 2
+"""Of the steps or values in one report: the manager drops the contents of larger ones than it takes."""
+_ITEM_OVERHEAD_BYTES = 8
+"""At most: an item's tag and length."""
+
+Item = TypeVar("Item", agent_pb2.StepResult, agent_pb2.LoggedValue)
 
 
 class ReportOutbox:
@@ -72,8 +82,9 @@ class ReportOutbox:
                 del values[dropped]
 
     def take_steps(self, *, even_if_full: bool = False) -> tuple[agent_pb2.Report, ...]:
-        """Turn the waiting steps and values into new reports, one of each per generation; into none while the window is
-        full."""
+        """Turn the waiting steps and values into new reports, as few as take them; into none while the window is full.
+
+        A report has steps or values of one generation."""
         if len(self._unacknowledged) >= self._window and not even_if_full:
             return ()
         steps_of, self._steps = self._steps, {}
@@ -82,16 +93,33 @@ class ReportOutbox:
             agent_pb2.Report(
                 steps_completed=agent_pb2.StepsCompleted(job_id=job_id, generation=generation, steps=steps)
             )
-            for (job_id, generation), steps in steps_of.items()
+            for (job_id, generation), waiting in steps_of.items()
+            for steps in _split(waiting)
         ]
         reports += [
             agent_pb2.Report(
-                values_logged=agent_pb2.ValuesLogged(job_id=job_id, generation=generation, values=values.values())
+                values_logged=agent_pb2.ValuesLogged(job_id=job_id, generation=generation, values=values)
             )
-            for (job_id, generation), values in values_of.items()
+            for (job_id, generation), by_name in values_of.items()
+            for values in _split(by_name.values())
         ]
         return tuple(self.add_report(report) for report in reports)
 
     def discard_through(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0].number <= number:
             self._unacknowledged.popleft()
+
+
+def _split(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """The items in order, in parts that each fit into a report."""
+    part: list[Item] = []
+    part_bytes = 0
+    for item in items:
+        item_bytes = item.ByteSize() + _ITEM_OVERHEAD_BYTES
+        if part and part_bytes + item_bytes > _MOST_ITEMS_BYTES:
+            yield part
+            part, part_bytes = [], 0
+        part.append(item)
+        part_bytes += item_bytes
+    if part:
+        yield part

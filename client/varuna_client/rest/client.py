@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import IO, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
@@ -38,6 +38,8 @@ _SILENCE_S = 45.0
 _REUSED_FOR_S = 2.0
 """How long an idle connection may be used again: less than the 5 s after which the manager closes it. Otherwise a call
 that is sent just then gets no answer, and one that may not be sent twice fails."""
+_PIECE_BYTES = 256 * 1024
+"""Of an upload, as read at once."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -273,7 +275,7 @@ class AsyncClient:
                 advance = partial(flow.send, None)
                 continue
             try:
-                response = await self._http.request(step.method, step.url, **step.arguments)
+                response = await self._http.request(step.method, step.url, **_read_in_pieces(step.arguments))
                 advance = partial(flow.send, response)
             except httpx.TransportError as error:
                 advance = partial(flow.throw, error)
@@ -373,6 +375,17 @@ class AsyncClient:
     revoke_token = _make_async_method(calls.revoke_token)
     revoke_vm = _make_async_method(calls.revoke_vm)
     audit = _make_async_method(calls.audit)
+
+
+def _read_in_pieces(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a request, with a body that is a file read beside the event loop: httpx takes no other here."""
+    content = arguments.get("content")
+    return arguments if content is None else {**arguments, "content": _pieces(content)}
+
+
+async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+        yield piece
 
 
 def _next_address(response: httpx.Response, at: str, is_late: bool) -> str | None:

@@ -88,6 +88,8 @@ class FakeCluster:
     """The answer to all creations of pods."""
     secrets_fail_with: ApiError | None = None
     """The answer to all creations of Secrets."""
+    protected: set[str] = field(default_factory=set)
+    """Names of pods whose deletion an admission webhook denies."""
     lost_answers: int = 0
     """How many of the next creations of pods take effect and then end without an answer."""
     schedules: bool = True
@@ -204,6 +206,8 @@ class FakeCluster:
         """A pod with a node goes when its kubelet says so; anything else goes at once, but for its finalizers."""
         with self.lock:
             found = self.get(kind, namespace, name)
+            if kind is PODS and name in self.protected:
+                raise ApiError(403, "Forbidden", 'admission webhook "keep.test" denied the request')
             if kind is PODS:
                 default = found["spec"]["terminationGracePeriodSeconds"]
                 seconds = default if grace_s is None else grace_s

@@ -13,7 +13,9 @@ from hypothesis import strategies as some
 from varuna_agent.link.manager_link import Backoff
 from varuna_agent.notices.notices import Notice, parse_notice
 from varuna_agent.settings import AgentSettings
+from varuna_agent.state.messages import make_report_message
 from varuna_agent.state.report_outbox import ReportOutbox
+from varuna_proto.bounds import LOGGED_NAME_CHARS, MOST_REPORT_BYTES
 from varuna_proto.v1 import agent_pb2 as pb
 
 
@@ -78,6 +80,23 @@ def test_the_values_that_wait_are_bounded_and_the_newest_stay() -> None:
     steps = [one.step for one in report.values_logged.values]
     assert len(steps) <= 10
     assert steps[-3:] == [997, 998, 999]
+
+
+def test_what_waited_for_long_goes_into_reports_that_the_manager_takes() -> None:
+    outbox = ReportOutbox()
+    for step in range(1, 20_001):
+        full = pb.StepResult(step=step, loss=0.1, step_us=10**9, gradient_norm=0.1, learning_rate=0.1, copied_step=step)
+        full.between.script_us = 10**9
+        outbox.add_step("job", 1, full)
+        if step <= 5_000:
+            outbox.add_value("job", 1, logged(step, 0.1, "\N{GREEK SMALL LETTER ALPHA}" * LOGGED_NAME_CHARS, rank=9))
+    reports = outbox.take_steps()
+    assert steps_of(reports) == list(range(1, 20_001))
+    values = [one.step for report in reports for one in report.values_logged.values]
+    assert values == list(range(1, 5_001))
+    assert max(make_report_message(report).ByteSize() for report in reports) < MOST_REPORT_BYTES
+    assert [report.number for report in reports] == list(range(1, len(reports) + 1))
+    assert len(reports) < 10
 
 
 @given(count=some.integers(0, 500), bound=some.integers(4, 50))

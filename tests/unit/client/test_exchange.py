@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -164,6 +164,35 @@ def test_what_is_sent_once_is_sent_to_the_leader(call: Callable[[Client], Any]) 
     with client_of(circle) as client, pytest.raises(RefusedError):
         call(client)
     assert len(circle.asked) == 2
+
+
+async def test_an_archive_is_uploaded_by_both_clients() -> None:
+    """From the file's present position on, again from there at the leader."""
+    packed = b"before" + bytes(600_000) + b"end"
+    uploaded: list[bytes] = []
+    for upload in (_upload, _upload_later):
+        standby = httpx.Response(503, json={"detail": "x", "leader": "http://other:2"}, headers={"Retry-After": "1"})
+        script = Script(standby, httpx.Response(201, json={}))
+        file = io.BytesIO(packed)
+        file.seek(len(b"before"))
+        await upload(script, file)
+        assert [request.url.host for request in script.asked] == ["manager", "other"]
+        uploaded += [request.content for request in script.asked]
+    assert uploaded == [packed[len(b"before") :]] * 4
+
+
+async def _upload(script: Script, file: IO[bytes]) -> None:
+    with client_of(script) as client:
+        client.upload_archive("ab", file)
+
+
+async def _upload_later(script: Script, file: IO[bytes]) -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        return script(request)
+
+    async with AsyncClient("http://manager:1", transport=httpx.MockTransport(answer)) as client:
+        await client.upload_archive("ab", file)
 
 
 async def test_pages_are_followed_by_both_clients() -> None:

@@ -11,7 +11,7 @@ from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.manifest import StateScope
 from varuna.checkpoint.loading.loader import LoadedCheckpoint
 
-__all__ = ["RegisteredStates", "Stateful"]
+__all__ = ["OWN_PREFIX", "RegisteredStates", "Stateful"]
 
 _log = structlog.get_logger("varuna")
 

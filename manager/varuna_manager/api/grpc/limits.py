@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from varuna_proto.bounds import MOST_EXACT, MOST_GPUS_OF_A_VM, NAME_CHARS, text_flaw
+from varuna_proto.bounds import MOST_EXACT, MOST_GPUS_OF_A_VM, MOST_REPORT_BYTES, NAME_CHARS, text_flaw
 from varuna_proto.names import is_plain
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.wording import count_of
@@ -34,7 +34,7 @@ _KIB = 1024
 _MOST_BYTES = {
     "hello": 1024 * _KIB,
     "heartbeat": 256 * _KIB,
-    "report": 1024 * _KIB,
+    "report": MOST_REPORT_BYTES,
     "log_chunk": 1024 * _KIB,
     "stack_dump": 256 * _KIB,
 }

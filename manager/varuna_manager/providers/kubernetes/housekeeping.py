@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
 from varuna_manager.providers.kubernetes.api import ApiAwayError, ApiRefusedError, KubernetesApi, Object
@@ -13,13 +13,15 @@ from varuna_manager.providers.kubernetes.pod_states import PodCondition, PodStat
 from varuna_manager.providers.kubernetes.pools import NodePools
 from varuna_manager.providers.kubernetes.settings import KubernetesSettings
 
-__all__ = ["Housekeeping"]
+__all__ = ["Housekeeping", "try_all"]
 
 _AT_ONCE = 16
 _TOKEN_KEPT_S = 1800.0
 """How long a token may wait for its Secret. It is valid for an hour, and then the agent has to start."""
 _PAUSE_S = 5.0
 """Between two tries to make a pod's Secret."""
+
+Item = TypeVar("Item")
 
 
 class _RefusedSecret(NamedTuple):
@@ -65,17 +67,7 @@ class Housekeeping:
         Not before, because a token is valid for an hour, and a pod may wait longer for its node. The kubelet waits for
         the Secret.
         """
-        waiting = [pod for pod in pods if self._needs_token(pod)]
-        gate = asyncio.Semaphore(_AT_ONCE)
-
-        async def give_token(pod: Object) -> None:
-            async with gate:
-                await self._give_token(pod)
-
-        results = await asyncio.gather(*map(give_token, waiting), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            raise errors[0]
+        await try_all(self._give_token, [pod for pod in pods if self._needs_token(pod)])
 
     def find_overdue(self, pods: Sequence[Object]) -> Sequence[tuple[Object, Refusal]]:
         """Pods that have waited for too long, and what that says of their pools."""
@@ -141,6 +133,20 @@ class Housekeeping:
                 text = f"the agent's container of pod {name} does not start: {condition.reason}"
                 return Refusal(kind=RefusalKind.FAILED, reason=text)
         return None
+
+
+async def try_all(act: Callable[[Item], Awaitable[None]], items: Iterable[Item]) -> None:
+    """Does it for all items, some at once, also when it fails for one. Raises the first one's error then."""
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def try_one(item: Item) -> None:
+        async with gate:
+            await act(item)
+
+    results = await asyncio.gather(*map(try_one, items), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise errors[0]
 
 
 def _pool_name(pod: Object) -> str:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -26,7 +27,7 @@ from varuna_manager.providers.base import (
 )
 from varuna_manager.providers.kind import Origin
 from varuna_manager.providers.kubernetes.api import ApiAwayError, ApiRefusedError, KubernetesApi, Object
-from varuna_manager.providers.kubernetes.housekeeping import Housekeeping
+from varuna_manager.providers.kubernetes.housekeeping import Housekeeping, try_all
 from varuna_manager.providers.kubernetes.manager_objects import ManagerObjects, OwnerError
 from varuna_manager.providers.kubernetes.nodes import NodeNotices
 from varuna_manager.providers.kubernetes.pod_body import (
@@ -226,22 +227,22 @@ class KubernetesProvider:
         await self._house.give_tokens(self._list_living())
 
     async def _give_up_overdue(self) -> None:
-        for pod, refusal in self._house.find_overdue(self._list_living()):
-            await self._delete_fallen_out(pod, refusal.reason)
+        await try_all(self._delete_fallen_out, self._house.find_overdue(self._list_living()))
 
     async def _remove_ended(self) -> None:
         ended = [pod for pod in self._cache.pods.values() if self._find_end(pod) is not None]
-        for pod in self._house.find_removable(ended):
-            await self._delete_one(pod["metadata"]["name"], 0)
+        names = [pod["metadata"]["name"] for pod in self._house.find_removable(ended)]
+        await try_all(partial(self._delete_one, grace_s=0), names)
 
     async def _look_at_nodes(self) -> None:
         """Those of all pods whose own status does not say that they have ended: nodes that are gone stay gone."""
         pods = [pod for pod in self._cache.pods.values() if find_condition(pod).state is not PodState.ENDED]
         await self._nodes.refresh({pod["spec"]["nodeName"] for pod in pods if pod["spec"].get("nodeName")})
 
-    async def _delete_fallen_out(self, pod: Object, reason: str) -> None:
+    async def _delete_fallen_out(self, overdue: tuple[Object, Refusal]) -> None:
         """Delete a pod that does not come up. It is listed as ended, with the reason."""
-        name = pod["metadata"]["name"]
+        pod, refusal = overdue
+        name, reason = pod["metadata"]["name"], refusal.reason
         self._log.info("a pod is deleted that does not come up", vm=name, reason=reason)
         self._fallen_out[name] = reason
         try:
@@ -330,21 +331,16 @@ class KubernetesProvider:
         for name in vm_ids:
             self._ended.pop(name, None)
         ours = [name for name in vm_ids if name in self._cache.pods]
-        gate = asyncio.Semaphore(_AT_ONCE)
 
         async def delete_one(name: str) -> None:
-            async with gate:
-                self._given_up.add(name)
-                try:
-                    await self._delete_one(name, _DELETION_GRACE_S)
-                except BaseException:  # also when the manager ends: whether it is deleted is not known
-                    self._given_up.discard(name)
-                    raise
+            self._given_up.add(name)
+            try:
+                await self._delete_one(name, _DELETION_GRACE_S)
+            except BaseException:  # also when the manager ends: whether it is deleted is not known
+                self._given_up.discard(name)
+                raise
 
-        results = await asyncio.gather(*map(delete_one, ours), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            raise errors[0]
+        await try_all(delete_one, ours)
 
     async def _delete_one(self, name: str, grace_s: int) -> None:
         """Ignores a pod that is gone."""

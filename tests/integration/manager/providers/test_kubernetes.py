@@ -307,6 +307,36 @@ async def test_a_pod_whose_image_cannot_be_pulled_is_a_failure_with_the_kubelets
     assert refused.kind is RefusalKind.FAILED
 
 
+async def test_one_pod_whose_deletion_is_refused_keeps_no_other(world: World) -> None:
+    world.cluster.schedules = False
+    first, second = (vm.id for vm in (await world.bench.provider.create(2, REQUEST)).vms)
+    world.cluster.protected.add(first)
+    for name in (first, second):
+        world.cluster.refuse_to_schedule(name, "0/3 nodes are available.")
+    await world.bench.keep_house()
+    world.now += 601
+    await world.bench.keep_house()
+    assert [pod["metadata"]["name"] for pod in world.cluster.list_objects(PODS)] == [first]
+    ends = {vm.id: vm.ended for vm in await world.bench.provider.list()}
+    assert ends == {first: None, second: f"pod {second} had no node within 600 s: 0/3 nodes are available."}
+
+    world.cluster.protected.clear()
+    await world.bench.keep_house()
+    assert world.cluster.list_objects(PODS) == []
+
+
+async def test_one_ended_pod_whose_removal_is_refused_keeps_no_other(world: World) -> None:
+    first, second = (vm.id for vm in (await world.bench.provider.create(2, REQUEST)).vms)
+    world.cluster.protected.add(first)
+    await world.bench.keep_house()
+    for name in (first, second):
+        world.cluster.end_pod(name, code=1)
+    await world.bench.keep_house()
+    world.now += SETTINGS.ended_pods_kept_s + 1
+    await world.bench.keep_house()
+    assert [pod["metadata"]["name"] for pod in world.cluster.list_objects(PODS)] == [first]
+
+
 async def test_a_field_of_the_template_that_no_pod_has_is_a_failure_that_names_it(world: World) -> None:
     spec = {"containers": [{"name": "agent", "image": "x"}], "tolerationz": []}
     refusal = (await world.use(pools(template={"spec": spec})).create(1, REQUEST)).refusal

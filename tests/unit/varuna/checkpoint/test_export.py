@@ -62,12 +62,12 @@ def trained(store: Path, *steps: int, description: dict[str, Any] | None = None)
     plain = Model()
     model = Varuna(plain, get_batch_fn=lambda size, device=None: {"tokens": torch.zeros(size, dtype=torch.long)})
     model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    role = training_role(model)
     if description is not None:
-        model.register_state(hugging_face.STATE, Described(description))
+        role.checkpoints.registered.register_state(hugging_face.STATE, Described(description))
     for step in steps:
         model.step({"tokens": torch.arange(10)})
         assert model.checkpoint(str(store), step=step)
-    role = training_role(model)
     values = {**dict(model.named_parameters()), **role.assembly.stage.buffers}
     plain.load_state_dict({name: values[role.checkpoints.held.state_dict[name]] for name in plain.state_dict()})
     return plain
