@@ -28,7 +28,10 @@ if [ ! -e "$folder/installed" ]; then
     "$folder/bin/pip" install --quiet --disable-pip-version-check -c "$here/constraints.txt" $pip_flags "$wheel$extras"
     touch "$folder/installed"
 fi
-previous=$(readlink "$opt/varuna" || true)
+current=$(readlink "$opt/varuna" || true)
+# An upgrade runs this twice: the second time the link is at this version already.
+if [ "$current" != "$folder" ]; then printf '%s\n' "$current" >"$folder/previous"; fi
+previous=$(cat "$folder/previous" 2>/dev/null || true)
 ln -sfn "$folder" "$opt/varuna.new"
 mv -T "$opt/varuna.new" "$opt/varuna"
 for old in "$opt"/varuna-*; do

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from playwright.async_api import Page, Route, expect
 
 from dashboard_world import JOB, fill_job
 from rest_world import RestWorld, vm
+from varuna_manager.db.models import JobRow
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
@@ -117,6 +119,45 @@ async def test_tiles_chips_and_rows_come_from_one_answer(world: RestWorld, open_
         await page.goto(f"{world.url}/#/jobs/{JOB}")
         await expect(page.get_by_role("table", name="Ranks by stage and replica")).to_be_visible()
         assert not {"vms", f"jobs/{JOB}"} & set(asked)
+
+
+async def test_a_filter_can_be_lifted_when_no_vm_is_left_in_it(world: RestWorld, open_page: Any) -> None:
+    await world.add(vm("vm-00099", state="requested"))
+    async with open_page(f"{world.url}/#/fleet", may_fail=MAY_FAIL) as page:
+        rows = region(page, "VMs").locator("tbody tr")
+        chip = page.get_by_role("button", name="requested")
+        await chip.click()
+        await expect(rows).to_have_count(1)
+        await world.change_vm("vm-00099", state="ready")
+        await world.emit_event("vm_ready", vm_id="vm-00099")
+        await expect(chip).to_have_text(re.compile("0"))
+        await chip.click()
+        await expect(rows).to_have_count(13)
+        await expect(chip).to_have_count(0)
+
+
+async def test_what_more_has_brought_stays_when_a_job_changes(world: RestWorld, open_page: Any) -> None:
+    now = time.time()
+    await world.add(
+        *(
+            JobRow(id=f"old-{number}", name=f"old-{number}", state="succeeded", history=[], created_at=now - number,
+                   spec={"name": f"old-{number}", "workdir": "/srv", "run": "true", "global_batch": 8})
+            for number in range(150)
+        )
+    )  # fmt: skip
+    async with open_page(f"{world.url}/#/jobs", may_fail=MAY_FAIL) as page:
+        rows = region(page, "All jobs").locator("tbody tr")
+        more = page.get_by_role("button", name="More")
+        await expect(rows).to_have_count(100)
+        await more.click()
+        await expect(rows).to_have_count(151)
+        await expect(more).to_be_hidden()
+        await world.change(JOB, reason="it has another shape")
+        await world.emit_event("job_morphed", job_id=JOB)
+        await expect(rows.last).to_contain_text("it has another shape")
+        await expect(rows).to_have_count(151)
+        await page.get_by_label("Name contains").fill("old-1")
+        await expect(rows).to_have_count(61)
 
 
 async def test_jobs_have_names_and_times_their_date_and_zone(world: RestWorld, open_page: Any) -> None:

@@ -20,6 +20,11 @@ from varuna_proto.rest import END_STATES, GenerationDocument
 _POLL_S = 20.0
 _PAUSE_S = 0.5
 """The pause while a log cannot be read: its worker has not begun, or its VM is unreachable."""
+_AT_ONCE = 50
+"""Requests: a manager takes a few hundred connections of one address. With more logs than that no request waits for what is
+not written yet."""
+_ROUND_PAUSE_S = 2.0
+"""The pause after an empty answer then."""
 _HEAD_BYTES = 256 * 1024
 """How much of rank 0's log is kept, to leave out the lines with which the failed rank's log begins too."""
 ALL = "all"
@@ -52,6 +57,7 @@ class LogFollower:
         self._from_first = from_first
         self._chunks: asyncio.Queue[LogChunk | None] = asyncio.Queue(64)
         self._tails: dict[_Tail, asyncio.Task[None]] = {}
+        self._gate = asyncio.Semaphore(_AT_ONCE)
         self._head: tuple[int, bytes] = (0, b"")
         """The last generation whose rank 0 was followed, and the beginning of that log."""
 
@@ -160,25 +166,23 @@ class LogFollower:
 
     async def _follow(self, tail: _Tail, offset: int = 0) -> None:
         while True:
-            was_over = tail.over.is_set()
-            chunk = await self._next(tail, offset, 0.0 if was_over else _POLL_S)
-            if chunk is not None and chunk.data:
+            was_over, are_many = tail.over.is_set(), len(self._tails) > _AT_ONCE
+            chunk = await self._next(tail, offset, 0.0 if was_over or are_many else _POLL_S)
+            if chunk is not None and chunk.size < offset:
+                offset = 0  # the log was too long, and was emptied
+            elif chunk is not None and chunk.data:
                 offset = chunk.next_offset
                 if self._ranks is None and tail.rank == 0:
                     self._keep_head(chunk)
                 await self._chunks.put(chunk)
             elif was_over:
                 return
-            elif chunk is None:
-                await _until(tail.over, _PAUSE_S)
+            elif chunk is None or are_many:
+                await _until(tail.over, _PAUSE_S if chunk is None else _ROUND_PAUSE_S)
 
     async def _next(self, tail: _Tail, offset: int, wait_s: float) -> LogChunk | None:
         """Read the next part; None: it cannot be read now, or its tail is over."""
-        reading = asyncio.ensure_future(
-            self._client.log_chunk(
-                self._job_id, generation=tail.generation, rank=tail.rank, offset=offset, wait_s=wait_s
-            )
-        )
+        reading = asyncio.create_task(self._read(tail, offset, wait_s))
         over = asyncio.create_task(tail.over.wait())
         try:
             await asyncio.wait({reading, over} if wait_s else {reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -191,6 +195,13 @@ class LogFollower:
         finally:
             reading.cancel()
             over.cancel()
+
+    async def _read(self, tail: _Tail, offset: int, wait_s: float) -> LogChunk:
+        """Raises the client's errors."""
+        async with self._gate:
+            return await self._client.log_chunk(
+                self._job_id, generation=tail.generation, rank=tail.rank, offset=offset, wait_s=wait_s
+            )
 
 
 async def _until(over: asyncio.Event, seconds: float) -> None:

@@ -146,19 +146,21 @@ class Client:
         params = {} if job is None else {"job": job}
         timeout = httpx.Timeout(15.0, read=_SILENCE_S)
         while True:
+            is_open = False
             try:
                 url = f"{at}{API}/events/stream"
                 with self._http.stream(
                     "GET", url, params=params, headers=stream.make_headers(), timeout=timeout
                 ) as response:
                     if response.is_success:
-                        failures, since = 0, time.monotonic()
+                        failures, is_open = 0, True
                         yield from stream.parse_lines(response.iter_lines())
                         since = time.monotonic()
                     else:
                         response.read()
                         at = _next_address(response, at, time.monotonic() - since > patience_s) or self.url
             except httpx.TransportError as error:
+                since = time.monotonic() if is_open else since  # the manager was there until now
                 if time.monotonic() - since > patience_s:
                     raise_unreachable(at, error)
                 at = self.url
@@ -288,13 +290,14 @@ class AsyncClient:
         params = {} if job is None else {"job": job}
         timeout = httpx.Timeout(15.0, read=_SILENCE_S)
         while True:
+            is_open = False
             try:
                 url = f"{at}{API}/events/stream"
                 async with self._http.stream(
                     "GET", url, params=params, headers=stream.make_headers(), timeout=timeout
                 ) as response:
                     if response.is_success:
-                        failures, since = 0, time.monotonic()
+                        failures, is_open = 0, True
                         async for line in response.aiter_lines():
                             item = stream.parse_line(line)
                             if item is not None:
@@ -304,6 +307,7 @@ class AsyncClient:
                         await response.aread()
                         at = _next_address(response, at, time.monotonic() - since > patience_s) or self.url
             except httpx.TransportError as error:
+                since = time.monotonic() if is_open else since  # the manager was there until now
                 if time.monotonic() - since > patience_s:
                     raise_unreachable(at, error)
                 at = self.url

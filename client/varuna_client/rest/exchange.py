@@ -7,6 +7,7 @@ the synchronous and the asynchronous client share this code.
 from __future__ import annotations
 
 import json
+import os
 import random
 import ssl
 from collections.abc import Generator, Iterable, Iterator
@@ -81,11 +82,14 @@ def _one(call: ApiCall[Any], base_url: str, retries: int) -> Flow[httpx.Response
     arguments: dict[str, Any] = {"params": list(call.params), "headers": call.headers}
     if call.json is not None:
         arguments["json"] = call.json
+    begins_at = 0
     if call.content is not None:
-        arguments["content"] = call.content
+        begins_at = call.content.tell()
+        body_bytes = call.content.seek(0, os.SEEK_END) - begins_at
+        # httpx takes the whole file's; and without it the manager does not know for how long it may have to wait.
+        arguments |= {"content": call.content, "headers": {**call.headers, "Content-Length": str(body_bytes)}}
     if call.timeout_s is not None:
         arguments["timeout"] = call.timeout_s
-    begins_at = 0 if call.content is None else call.content.tell()
     at, unknown = base_url, ""
     attempt, has_followed = 0, False
     while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,14 @@ class RestWorld:
             session.add_all(rows)
 
     async def change(self, job_id: str, **values: Any) -> None:
+        await self._change(JobRow, job_id, values)
+
+    async def change_vm(self, vm_id: str, **values: Any) -> None:
+        await self._change(VmRow, vm_id, values)
+
+    async def _change(self, kind: type[JobRow] | type[VmRow], row_id: str, values: Mapping[str, Any]) -> None:
         async with self.database.write() as session:
-            row = await session.get_one(JobRow, job_id)
+            row = await session.get_one(kind, row_id)
             for name, value in values.items():
                 setattr(row, name, value)
 

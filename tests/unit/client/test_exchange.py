@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import IO, Any
 
 import httpx
@@ -178,6 +179,9 @@ async def test_an_archive_is_uploaded_by_both_clients() -> None:
         await upload(script, file)
         assert [request.url.host for request in script.asked] == ["manager", "other"]
         uploaded += [request.content for request in script.asked]
+        lengths = {request.headers["Content-Length"] for request in script.asked}
+        assert lengths == {str(len(packed) - len(b"before"))}, "the manager waits as long as this takes"
+        assert not any("Transfer-Encoding" in request.headers for request in script.asked)
     assert uploaded == [packed[len(b"before") :]] * 4
 
 
@@ -227,6 +231,41 @@ def test_a_stream_resumes_after_the_last_event_that_it_told() -> None:
     assert [request.headers["Last-Event-ID"] for request in script.asked] == ["3", "7", "7", "7"]
     assert [request.url.host for request in script.asked] == ["manager", "manager", "manager", "other"]
     assert {request.url.params["job"] for request in script.asked} == {"job"}
+
+
+class BrokenStream(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A stream of events that breaks after it was open for longer than the manager may be away."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield b'event: event\nid: 7\ndata: {"id": 7}\n\n'
+        time.sleep(2 * PATIENCE_S)
+        raise httpx.RemoteProtocolError("incomplete chunked read")
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self:
+            yield part
+
+
+PATIENCE_S = 0.5
+
+
+async def test_a_stream_that_breaks_late_goes_on() -> None:
+    """How long the manager may be away counts from the break, however old the stream is."""
+
+    def script() -> Script:
+        last = httpx.Response(200, content=b'event: event\nid: 8\ndata: {"id": 8}\n\n')
+        return Script(httpx.Response(200, stream=BrokenStream()), last)
+
+    now = script()
+    with client_of(now) as client:
+        told = client.stream(patience_s=PATIENCE_S)
+        assert [next(told)[1]["id"] for _ in range(2)] == [7, 8]
+    later = script()
+    async with AsyncClient("http://manager:1", transport=httpx.MockTransport(later)) as patient:
+        following = patient.stream(patience_s=PATIENCE_S)
+        assert [(await anext(following))[1]["id"] for _ in range(2)] == [7, 8]
+    for one in (now, later):
+        assert one.asked[1].headers["Last-Event-ID"] == "7"
 
 
 def test_a_stream_that_is_refused_says_why() -> None:

@@ -63,7 +63,7 @@ export async function resize(changed) {
   const input = h("input", { type: "number", id: "target", min: "0", step: "1", required: true, value: fleet.target });
   await ask("How many VMs?", [
     h("label", { for: "target" }, `VMs wanted from ${fleet.provider}`), input,
-    fleet.max_vms !== null ? h("p", { class: "note" }, `The jobs' wants move it between ${fleet.min_vms} and ${fleet.max_vms}.`) : null,
+    fleet.max_vms !== null ? h("p", { class: "note" }, `Now the jobs' wants move it between ${fleet.min_vms} and ${fleet.max_vms}. A number that is set here is kept whatever they want, until the manager is started again with --max-vms.`) : null,
   ], "Set", () => send("PUT", "fleet", { target: Number(input.value) }));
   changed();
 }

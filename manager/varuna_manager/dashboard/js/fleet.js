@@ -112,10 +112,10 @@ function vmTable(signal, may, changed) {
   function draw(summary, rows, following) {
     next = following;
     const counts = { ...summary.by_state, gone: summary.gone };
-    put(chips, STATES.filter((one) => counts[one]).map((one) => h("button", { type: "button", "aria-pressed": String(wanted === one), on: { click: () => {
+    put(chips, STATES.filter((one) => counts[one] || one === wanted).map((one) => h("button", { type: "button", "aria-pressed": String(wanted === one), on: { click: () => {
       wanted = wanted === one ? null : one;
       first();
-    } } }, state(one), h("span", { class: "count" }, count(counts[one])))));
+    } } }, state(one), h("span", { class: "count" }, count(counts[one] ?? 0)))));
     list.fill(rows.map((vm) => [
       vmLink(vm.id), [state(vm.state), " ", troubles(vm)], vm.gpus, bytes(vm.device_memory_bytes), vm.host,
       jobsOf(vm.workers), heard(vm), vm.reason, drainButton(vm, may, changed) ?? " "]));

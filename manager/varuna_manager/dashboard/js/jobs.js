@@ -8,6 +8,8 @@ import { requests } from "./panels.js";
 import { atMostEvery } from "./turns.js";
 
 const MOST_COMPARED = 6;
+const PAGE = 100;
+const LARGEST_PAGE = 1000; // that the manager gives
 const COLUMNS = [{ title: "", label: "Compare" }, { title: "Job", head: true }, { title: "State", kind: "nowrap" }, { title: "P×D", kind: "nowrap" }, { title: "GPUs", kind: "num" },
   { title: "Step", kind: "num" }, { title: "Loss", kind: "num" }, { title: "Examples/s", kind: "num" }, { title: "Per GPU", kind: "num" }, { title: "Step time", kind: "num" },
   { title: "Submitted", kind: "nowrap" }, { title: "Reason of the last decision", kind: "wide" }];
@@ -16,22 +18,27 @@ export function jobsPage({ root, signal, may, title }) {
   title("Jobs");
   let jobs = [];
   let next = null;
+  let shown = PAGE; // how many jobs are asked for: "More" adds a page
   const chosen = new Set(); // jobs to compare
   const compare = h("button", { type: "button", disabled: true, on: { click: () => { location.hash = compareLink([...chosen]); } } }, "Compare");
   const list = table("Jobs, newest first", COLUMNS, { empty: "No jobs match. Submit one: varuna submit JOB.yaml" });
-  const which = h("select", { "aria-label": "State", on: { change: () => load() } },
+  const which = h("select", { "aria-label": "State", on: { change: () => first() } },
     ["all", "running", "queued", "succeeded", "failed", "cancelled"].map((one) => h("option", { value: one }, one === "all" ? "all states" : one)));
-  const name = h("input", { type: "search", "aria-label": "Name contains", placeholder: "Name contains…", on: { input: () => soon() } });
-  const more = h("button", { type: "button", hidden: true, on: { click: () => load(next) } }, "More");
+  const name = h("input", { type: "search", "aria-label": "Name contains", placeholder: "Name contains…", on: { input: () => { shown = PAGE; soon(); } } });
+  const more = h("button", { type: "button", hidden: true, on: { click: () => { shown = jobs.length + PAGE; load(); } } }, "More");
   const create = may("user") ? h("button", { type: "button", class: "main", on: { click: () => submitAndShow() } }, "Submit a job…") : null;
 
-  async function ask(from) {
-    const query = new URLSearchParams({ limit: 100 });
+  async function ask() {
+    const query = new URLSearchParams({ limit: Math.min(shown, LARGEST_PAGE) });
     if (which.value !== "all") query.append("state", which.value);
     if (name.value) query.append("name", name.value);
-    const page = await getPage(from ?? `jobs?${query}`, signal);
-    jobs = from ? [...jobs, ...page.items] : page.items;
-    next = page.next;
+    const found = [];
+    for (next = `jobs?${query}`; next !== null && found.length < shown;) {
+      const page = await getPage(next, signal);
+      found.push(...page.items);
+      next = page.next;
+    }
+    jobs = found;
     draw();
   }
   const gpus = ({ plan }) => (plan ? plan.p * plan.d : null);
@@ -46,14 +53,13 @@ export function jobsPage({ root, signal, may, title }) {
     ]));
     more.hidden = next === null;
   }
+  function first() { shown = PAGE; return load(); }
   const soon = atMostEvery(500, () => load());
   const redraw = atMostEvery(500, draw);
   signal.addEventListener("abort", () => { soon.stop(); redraw.stop(); });
 
   const all = card("All jobs", [h("span", { class: "grow" }), h("div", { class: "controls" }, compare, name, which)], list.element, more);
-  let from = null;
-  const refresh = requests(all, () => ask(from), signal);
-  function load(next_ = null) { from = next_; return refresh(); }
+  const load = requests(all, ask, signal);
   root.append(h("div", { class: "head" }, h("h1", {}, "Jobs"), h("span", { class: "grow" }), create), all);
   list.body.addEventListener("change", ({ target }) => {
     if (target.checked) chosen.add(target.value); else chosen.delete(target.value);
