@@ -155,9 +155,9 @@ def _files_to_save(settings: ManagerSettings, data_dir: Path, store: Path | None
             left_out.append(path.name)
         elif path.name != STORE and path.resolve() != store and not path.name.endswith(_OF_THE_PROCESS):
             files |= _plain_files(path.name, path.resolve(), left_out)
-    pki_dir = None if settings.pki_dir is None else settings.pki_dir.resolve()
-    if pki_dir is not None and not pki_dir.is_relative_to(data_dir):
-        files |= _plain_files("pki", pki_dir, left_out)
+    for name, elsewhere in (("pki", settings.pki_dir), ("secrets", settings.secrets_dir)):
+        if elsewhere is not None and elsewhere.exists() and not elsewhere.resolve().is_relative_to(data_dir):
+            files |= _plain_files(name, elsewhere.resolve(), left_out)
     return files, left_out
 
 

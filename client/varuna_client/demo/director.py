@@ -61,6 +61,8 @@ def run_demo(*, out: Path, folder: Path, steps: int | None, short: bool, as_json
     steps = steps or (SHORT_STEPS if short else FULL_STEPS)
     steps_between = 5 if short else max(5, steps // 16)
     example = find_example()
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}: make it first, or give another file")
     fresh_folder(folder)
     console = make_console(stderr=as_json)
     began = time.monotonic()

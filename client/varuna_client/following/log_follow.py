@@ -21,8 +21,8 @@ _POLL_S = 20.0
 _PAUSE_S = 0.5
 """The pause while a log cannot be read: its worker has not begun, or its VM is unreachable."""
 _AT_ONCE = 50
-"""Requests: a manager takes a few hundred connections of one address. With more logs than that no request waits for what is
-not written yet."""
+"""Requests: a manager takes a few hundred connections of one address. With more logs than that none of them waits for
+what is not written yet."""
 _ROUND_PAUSE_S = 2.0
 """The pause after an empty answer then."""
 _HEAD_BYTES = 256 * 1024

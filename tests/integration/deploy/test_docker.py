@@ -67,20 +67,32 @@ class ContainerHost:
         places["/etc/varuna/hosts.yaml"] = self._folder / "hosts.yaml"
         for place, path in places.items():
             text = text.replace(place, str(path))
-        return text.replace("manager:8751", self.address("grpc")).replace("https://127.0.0.1:8750", self.address("url"))
+        return (
+            text.replace("manager:8751", self.address("grpc"))
+            .replace("https://127.0.0.1:8750", self.address("url"))
+            .replace("https://localhost:8750", self.address("url"))
+        )
 
     def address(self, name: str) -> str:
         """Of the manager: `url` or `grpc`; empty until it has one."""
         file = self.data / "manager.json"
         return str(json.loads(file.read_text())[name]).replace("0.0.0.0", "localhost") if file.exists() else ""
 
+    def environment_of(self, service: str) -> dict[str, str]:
+        """The service's own, without the store's address, which is the test's."""
+        found: dict[str, str] = SERVICES[service].get("environment", {})
+        return {
+            name: self.here(text, self.data) for name, text in found.items() if name != "VARUNA_MANAGER_DATABASE_URL"
+        }
+
     def start(self, service: str, entrypoint: list[str], *more: str, data: Path) -> Path:
         """Its log."""
         command = [self.here(part, data) for part in [*entrypoint, *SERVICES[service]["command"], *more]]
         log = self._folder / f"{service}.log"
+        environment = self._environment | self.environment_of(service)
         with log.open("w") as file:
             process = subprocess.Popen(
-                command, env=self._environment, stdout=file, stderr=file, cwd=data, start_new_session=True
+                command, env=environment, stdout=file, stderr=file, cwd=data, start_new_session=True
             )
         self._ends.callback(_end, process)
         self._processes[log] = process
@@ -157,11 +169,22 @@ def test_the_composed_containers_find_each_other(world: ContainerHost) -> None:
         world.start(name, entrypoint, "--join-url", world.address("url"), "--host", "127.0.0.1", data=data)
 
     world.wait_for_line(log, '"kind": "vm_ready"', times=2)
-    vms = json.loads(world.run(["varuna", "vms", "--json"], **as_admin))
+    # As with `docker compose exec manager`.
+    vms = json.loads(world.run(["varuna", "vms", "--json"], **world.environment_of("manager")))
     assert {vm["id"]: vm["state"] for vm in vms} == dict.fromkeys(agents, "ready")
     for name in agents:
         assert world.check("agent.Dockerfile", world.volume(name)), "its health check says no"
     assert "does not follow the protocol" not in (world.volume("agent-1").parent / "agent-1.log").read_text()
+
+
+def test_each_command_of_the_compose_files_first_lines_names_the_file() -> None:
+    head = (DOCKER / "compose.yaml").read_text().partition("\nname:")[0]
+    commands = re.findall(r"docker compose [^\n)]*", head)
+    assert len(commands) >= 4
+    assert all(command.startswith("docker compose -f docker/compose.yaml ") for command in commands)
+    assert "POSTGRES_PASSWORD=$(openssl" in head
+    for ignoring in (".gitignore", ".dockerignore"):
+        assert "docker/.env" in (ROOT / ignoring).read_text().splitlines()
 
 
 def test_the_images_command_is_one_of_the_manager() -> None:

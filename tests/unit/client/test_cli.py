@@ -68,6 +68,14 @@ def test_the_demo_leaves_a_folder_of_others_alone(tmp_path: Path) -> None:
     assert "not a demo's" in result.stderr
 
 
+def test_the_demo_begins_only_where_its_report_can_be_written(tmp_path: Path) -> None:
+    result = run("demo", "--dir", str(tmp_path / "demo"), "--out", str(tmp_path / "no" / "report.json"))
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert f"there is no folder {tmp_path / 'no'}" in result.stderr
+    assert not (tmp_path / "demo").exists()
+
+
 def test_the_client_needs_no_torch() -> None:
     code = (
         "import sys, varuna_client.cli, varuna_client.demo.director; "

@@ -136,6 +136,7 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             )
             return refusal or await self._fleet.admit_agent(first.hello)
         except (NotLeaderError, StoreAwayError, UnavailableError) as error:
+            self._registry.expect_hello(vm_id)
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except Exception:
             self._log.exception("an agent could not be admitted: it will dial again", vm=vm_id)

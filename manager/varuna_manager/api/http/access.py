@@ -50,14 +50,13 @@ _CHANGE_NOTHING = frozenset({("POST", "/api/v1/jobs/dry-run")})
 """Calls with a body that only ask: the dashboard makes them while a user types."""
 _MISSING = "this manager requires a token: set VARUNA_TOKEN, or pass --token-file (Authorization: Bearer vt1...)"
 _MISSING_JOIN = "a join token is missing: send it as Authorization: Bearer vj1..."
-_PAGE_HEADERS = {
+_OWN_SCRIPTS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
     # The two style elements that plotly.js creates, by their contents; it adds rules to them by script.
     "style-src 'self' 'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=' "
     "'sha256-ji27qzEtxXZW+7dun6UwjHXJ18e6WAin1VvNtkzIE/o='",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
 }
+_NOT_FRAMED = {"x-frame-options": "DENY", "referrer-policy": "no-referrer"}
 
 
 def required_role(method: str, path: str) -> Role | None:
@@ -141,6 +140,8 @@ class AccessMiddleware:
         """The caller; None: the request needs no token. Raises ServiceError, HTTPException."""
         if call.header_bytes > MAX_HEADER_BYTES:
             raise HTTPException(431, f"query and headers are larger than {MAX_HEADER_BYTES} bytes: send less")
+        if "\0" in call.path:  # PostgreSQL keeps none, not even in the audit log
+            raise HTTPException(400, "the path has a NUL character in it: remove it")
         length = headers.get("content-length", "")
         most = self._limits.body_limit(call.path)
         if length.isdecimal() and int(length) > most:
@@ -284,8 +285,9 @@ def _add_headers(message: MutableMapping[str, Any], path: str) -> None:
     added = {"x-content-type-options": "nosniff"}
     if path.startswith("/api/"):
         added["cache-control"] = "no-store"
-    elif not path.startswith("/docs"):  # its scripts come from another host
-        added |= _PAGE_HEADERS
+    else:
+        # The scripts of /docs come from another host.
+        added |= _NOT_FRAMED if path.startswith("/docs") else _NOT_FRAMED | _OWN_SCRIPTS
     message["headers"] = [*message["headers"], *((key.encode(), value.encode()) for key, value in added.items())]
 
 

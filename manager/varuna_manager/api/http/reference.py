@@ -22,8 +22,9 @@ A manager answers under `/api/v1`. It has its description at `/openapi.json`, an
 """
 _RULES = """
 
-`varuna_client` has a typed method for each request, synchronous (`Client`) and asynchronous (`AsyncClient`). Both
-repeat a request that the manager did not answer if repeating is safe, find the manager that leads, and follow pages.
+`varuna_client` has typed methods, synchronous (`Client`) and asynchronous (`AsyncClient`), for all that the `varuna`
+command does. Both repeat a request that the manager did not answer if repeating is safe, find the manager that leads,
+and follow pages.
 
     from varuna_client import Client
 

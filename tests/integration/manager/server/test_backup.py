@@ -95,6 +95,15 @@ async def test_what_is_elsewhere_is_found(data_dir: Path, tmp_path: Path) -> Non
     assert await names(tmp_path / "new") == ["j"]
 
 
+def test_secrets_in_a_folder_of_their_own_are_saved(data_dir: Path, tmp_path: Path) -> None:
+    secrets = tmp_path / "etc" / "secrets"
+    secrets.parent.mkdir()
+    (data_dir / "secrets").rename(secrets)
+    save_backup(settings(data_dir, secrets_dir=secrets), tmp_path / "b.tar.gz")
+    restore_backup(tmp_path / "b.tar.gz", tmp_path / "new")
+    assert (tmp_path / "new" / "secrets" / "token").read_text() == "secrets/token"
+
+
 def test_mistakes_are_told_and_leave_nothing(data_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "b.tar.gz"
     for wrong, words in [

@@ -337,6 +337,23 @@ async def test_long_headers_and_queries_are_refused(database: Database) -> None:
         assert (await client.get("/api/v1/jobs", params={"q": "x" * 40_000})).status_code == 431
 
 
+async def test_a_path_with_a_nul_is_refused_before_anything_is_recorded(database: Database) -> None:
+    async with caller(database, None, RequestLimits(), "http://127.0.0.1") as client:
+        for call in (client.get, client.delete):
+            answer = await call("/api/v1/jobs/%00")
+            assert (answer.status_code, answer.json()["detail"]) == (
+                400,
+                "the path has a NUL character in it: remove it",
+            )
+    assert await AuditLog(database).list_entries(0, 10) == []
+
+
+async def test_no_page_may_be_framed_by_another(database: Database) -> None:
+    async with caller(database, None, RequestLimits(), "http://127.0.0.1") as client:
+        for path in ("/", "/docs"):
+            assert (await client.get(path)).headers["x-frame-options"] == "DENY"
+
+
 # ---------------------------------------------------------------- the client's side
 
 
