@@ -265,7 +265,7 @@ def pipeline(job: str, *, generation: int | None = None) -> ApiCall[PipelineDocu
 
 
 def checkpoints(job: str) -> ApiCall[list[CheckpointDocument]]:
-    """List the committed checkpoints, oldest first."""
+    """List the checkpoints that were committed, oldest first, with those that newer ones have replaced since."""
     return _list(_of(job, "/checkpoints"))
 
 

@@ -77,7 +77,7 @@ def _generation_routes(router: APIRouter, views: Views) -> None:
         limit: by.Limit = by.DEFAULT_LIMIT,
         cursor: by.Cursor = None,
     ) -> list[rest.CheckpointDocument]:
-        """The committed checkpoints."""
+        """The checkpoints that were committed, with those that newer ones have replaced since."""
         descending = order is Direction.DESC
         found = await views.history.list_checkpoints(job, descending=descending, limit=limit, cursor=cursor)
         by.link_next(request, response, found.next_cursor)
