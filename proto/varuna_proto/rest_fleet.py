@@ -218,7 +218,7 @@ class FleetHistoryDocument(TypedDict):
     ready: list[int]
     """VMs that became ready in the bucket."""
     lost: list[int]
-    """VMs that were lost or gone in the bucket."""
+    """VMs that were lost or gone in the bucket. One that is lost and then gone counts when it is lost."""
     notices: list[int]
     quarantines: list[int]
 

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from varuna_manager.controllers.vm_requests import FleetSettings, FleetSize
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import VmRow
+from varuna_manager.db.vm_prices import change_price
 from varuna_manager.domain.fleet_decision import decide_vm
 from varuna_manager.domain.observed import VmView
 from varuna_manager.domain.silence import find_silent_together
@@ -154,9 +155,10 @@ class FleetController:
                 for vm_id in unknown:
                     if await self._adopt(session, listed[vm_id]):
                         self._registry.set_listed(vm_id, True)
+                        self._registry.expect_hello(vm_id)
                         adopted = True
                 async for stored in _read_rows(session, other):
-                    stored.price_per_hour = prices[stored.id]
+                    change_price(session, stored, prices[stored.id], self._now())
                 async for stored in _read_rows(session, [*news]):
                     stored.reason = news[stored.id]
                 for notice in notices:

@@ -23,7 +23,7 @@ class _KnownCost:
 
 
 class JobCosts:
-    """Reads a job's generations again only when one of them has begun or ended."""
+    """Reads a job's generations again only when one of them has begun or ended, or a price of its VMs has changed."""
 
     def __init__(self) -> None:
         self._known: dict[str, _KnownCost] = {}
@@ -31,9 +31,10 @@ class JobCosts:
     def keep_only(self, job_ids: Collection[str]) -> None:
         self._known = {job_id: known for job_id, known in self._known.items() if job_id in job_ids}
 
-    async def read_cost(self, session: AsyncSession, job: JobFacts, generations: tuple[Any, ...], now: float) -> float:
-        """Since the job's submission or its last retry. `generations`: changes whenever one begins or ends."""
-        read_from = (generations, job.retried_after)
+    async def read_cost(self, session: AsyncSession, job: JobFacts, depends_on: tuple[Any, ...], now: float) -> float:
+        """Since the job's submission or its last retry. `depends_on`: changes whenever one of its generations begins or
+        ends, and whenever a price of its VMs changes."""
+        read_from = (depends_on, job.retried_after)
         known = self._known.get(job.id)
         if known is None or known.of != read_from:
             bill = await read_job_bill(session, job.id, now, after=job.retried_after or 0)

@@ -312,8 +312,11 @@ class SnapshotLoader:
             async with self._database.read() as session:
                 for row in limited:
                     newest = world.generations.newest.get(row.id)
-                    generations = (world.find_past(row.id), None if newest is None else newest.facts.number)
-                    costs[row.id] = await self._costs.read_cost(session, row, generations, now)
+                    vms = [] if newest is None else [world.vms.get(vm_id) for vm_id in newest.group.vm_ids]
+                    prices = {vm.id: vm.price_per_hour for vm in vms if vm is not None}
+                    number = None if newest is None else newest.facts.number
+                    depends_on = (world.find_past(row.id), number, prices)
+                    costs[row.id] = await self._costs.read_cost(session, row, depends_on, now)
         return {
             job.row.id: JobLimitsView(
                 max_duration_s=job.spec.limits.max_duration_s,

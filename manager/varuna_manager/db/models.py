@@ -266,6 +266,11 @@ class JobVmRow(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     vm_id: Mapped[str] = mapped_column(primary_key=True)
     gpu_seconds: Mapped[float]
+    priced_gpu_seconds: Mapped[float] = mapped_column(default=0.0)
+    """Those whose price stays. The others count at the VM's present price: it had none when they were added, or an
+    earlier version added them."""
+    seconds_times_price: Mapped[float] = mapped_column(default=0.0)
+    """Sum over the priced GPU-seconds of the price per hour that the VM had then."""
 
 
 class WorkerRow(_Living, Base):
@@ -361,6 +366,8 @@ class VmRow(_Living, Base):
     gpu_type: Mapped[str | None]
     """The model of its GPUs, as its agent reports it."""
     price_per_hour: Mapped[float | None]
+    priced_since: Mapped[float | None]
+    """Since when it has this price; null: it never had another."""
     pool: Mapped[str | None]
     """The pool of the fleet's settings that it belongs to."""
     zone: Mapped[str | None]
@@ -379,6 +386,18 @@ class VmRow(_Living, Base):
     @property
     def vm_state(self) -> VmState:
         return VmState(self.state)
+
+
+class VmPriceRow(Base):
+    """A price that a VM had before its present one (`db.vm_prices` maintains it)."""
+
+    __tablename__ = "vm_prices"
+
+    vm_id: Mapped[str] = mapped_column(ForeignKey("vms.id"), primary_key=True)
+    until: Mapped[float] = mapped_column(primary_key=True)
+    since: Mapped[float]
+    """0: it is the first that was known."""
+    price_per_hour: Mapped[float]
 
 
 class EventRow(Base):

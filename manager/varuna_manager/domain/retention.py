@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DAY_S = 86_400.0
 _HELD_S = 0.05
@@ -39,6 +40,14 @@ def choose_batch_size(rows: int, took_s: float) -> int:
 # ---------------------------------------------------------------- VMs by the day
 
 
+class PastPrice(NamedTuple):
+    """A price that a VM had before its last one."""
+
+    since: float
+    until: float
+    price_per_hour: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class GoneVm:
     """A VM that is gone."""
@@ -47,6 +56,15 @@ class GoneVm:
     gone_at: float
     gpus: int
     price_per_hour: float | None
+    """Its last one."""
+    past_prices: Sequence[PastPrice] = ()
+
+    def find_cost(self, begins: float, ends: float) -> float:
+        """Of this part of its life; 0 if its price is not known."""
+        last = self.price_per_hour or 0.0
+        changes = [(past, min(ends, past.until) - max(begins, past.since)) for past in self.past_prices]
+        changed = sum(max(seconds, 0.0) * (past.price_per_hour - last) for past, seconds in changes)
+        return (max(ends - begins, 0.0) * last + changed) / 3600
 
 
 @dataclass(kw_only=True)
@@ -71,7 +89,7 @@ def sum_up_by_day(vms: Iterable[GoneVm]) -> dict[int, FleetDay]:
             hours = max(ends - begins, 0.0) / 3600
             day.vm_hours += hours
             day.gpu_hours += hours * vm.gpus
-            day.cost += hours * (vm.price_per_hour or 0.0)
+            day.cost += vm.find_cost(begins, ends)
         days[last].gone += 1
         days[last].gone_with_price += vm.price_per_hour is not None
     return days

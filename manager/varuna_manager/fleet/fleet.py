@@ -284,11 +284,13 @@ class FleetService:
     async def move_vm(self, session: AsyncSession, row: VmRow, state: VmState, reason: str) -> None:
         """Change the VM's state. When it is gone, its workers are, too."""
         was_there = row.vm_state in (VmState.READY, VmState.SUSPECT)
+        was_lost = row.vm_state is VmState.LOST and state is VmState.GONE
         row.move_to_state(state, now=self._now(), reason=reason)
         row.reason = reason
         if state is VmState.READY:
             row.drain_deadline = None  # that drain is over
-        data = {"silent_s": self._registry.silence_s(row.id)} if was_there else {}
+        data: dict[str, Any] = {"silent_s": self._registry.silence_s(row.id)} if was_there else {}
+        data |= {"was_lost": True} if was_lost else {}
         self._events.emit_event(
             session, f"vm_{state.value}", f"VM {row.id} is {state.value}: {reason}", vm_id=row.id, data=data
         )

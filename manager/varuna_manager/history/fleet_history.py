@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, Integer, case, cast, func, select
+from sqlalchemy import ColumnElement, Integer, and_, case, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.answers.documents import format_time
 from varuna_manager.answers.errors import InvalidError
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import EventRow, FleetDayRow, VmRow
+from varuna_manager.db.models import EventRow, FleetDayRow, VmPriceRow, VmRow
+from varuna_manager.db.vm_prices import sum_price_changes
 from varuna_manager.domain.retention import DAY_S, KeepDays, find_horizon
 from varuna_manager.world.reading import NOT_GONE
 from varuna_proto.rest_fleet import FleetCostDocument, FleetHistoryDocument
@@ -69,7 +70,7 @@ class FleetHistoryService:
             "at_unix_s": np.linspace(start, end, points + 1)[1:].tolist(),
             "present": np.maximum(present_now - after, 0).tolist(),
             "ready": inside["ready"].tolist(),
-            "lost": (inside["lost"] + inside["gone"]).tolist(),
+            "lost": (inside["lost"] + inside["gone"] - inside["gone_after_loss"]).tolist(),
             "notices": inside["notices"].tolist(),
             "quarantines": inside["quarantines"].tolist(),
         }
@@ -83,15 +84,19 @@ class FleetHistoryService:
         async with self._database.read() as session:
             start = min(await _first_vm_at(session) if since is None else since, now)
             ended = case((NOT_GONE, now), else_=func.coalesce(VmRow.gone_at, VmRow.created_at))
-            hours = (ended - case((VmRow.created_at > start, VmRow.created_at), else_=start)) / 3600.0
+            begins = case((VmRow.created_at > start, VmRow.created_at), else_=start)
+            hours = (ended - begins) / 3600.0
             kind = (VmRow.gpus, VmRow.price_per_hour)
             uses = select(*kind, func.count(), func.sum(hours)).where(hours > 0).group_by(*kind)
             rows = [(gpus, price, vms, float(h)) for gpus, price, vms, h in await session.execute(uses)]
+            changes = select(func.sum(sum_price_changes(begins, ended))).where(VmRow.id.in_(select(VmPriceRow.vm_id)))
+            price_changes = await session.scalar(changes)
             cost_per_hour = await session.scalar(select(func.sum(VmRow.price_per_hour)).where(NOT_GONE))
             days = (await session.scalars(select(FleetDayRow).where((FleetDayRow.day + 1) * DAY_S > start))).all()
         parts = [(day, min((day.day + 1) * DAY_S - start, DAY_S) / DAY_S) for day in days]
         known = [vm_hours * price for _, price, _, vm_hours in rows if price is not None]
         known += [day.cost * part for day, part in parts if day.cost]
+        known += [price_changes / 3600.0] if price_changes else []
         return {
             "since": format_time(start),
             "vms": sum(vms for _, _, vms, _ in rows) + sum(day.gone for day in days),
@@ -107,18 +112,20 @@ class FleetHistoryService:
 
 async def _count(session: AsyncSession, start: float, width_s: float, points: int) -> Mapping[str, Any]:
     """The number of events of each kind in each bucket, followed by the number of all later ones."""
-    counts = {name: np.zeros(points + 1, dtype=np.int64) for name in _KINDS.values()}
+    counts = {name: np.zeros(points + 1, dtype=np.int64) for name in (*_KINDS.values(), "gone_after_loss")}
     # There is an index by kind and number, and none by kind and time.
     at_start = select(EventRow.id).where(EventRow.at >= start - _ORDER_SLACK_S).order_by(EventRow.at).limit(1)
     first = await session.scalar(at_start)
     if first is None:
         return counts
     bucket = _whole(session, (EventRow.at - start) / width_s)
-    query = select(EventRow.kind, bucket, func.count()).where(
+    was_lost = and_(EventRow.kind == "vm_gone", EventRow.data["was_lost"].as_boolean())
+    query = select(EventRow.kind, bucket, func.count(), func.sum(case((was_lost, 1), else_=0))).where(
         EventRow.kind.in_(_KINDS), EventRow.id >= first, EventRow.at >= start
     )
-    for kind, place, count in await session.execute(query.group_by(EventRow.kind, bucket)):
+    for kind, place, count, lost_before in await session.execute(query.group_by(EventRow.kind, bucket)):
         counts[_KINDS[kind]][min(int(place), points)] += count
+        counts["gone_after_loss"][min(int(place), points)] += lost_before
     return counts
 
 

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Select, Subquery, case, func, literal, sel
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.models import GenerationRow, JobProgressRow, JobVmRow, VmRow, WorkerRow
+from varuna_manager.db.vm_prices import sum_price_changes
 from varuna_proto.rest import JobCostDocument
 
 
@@ -45,13 +46,14 @@ def _by_vm(use: Subquery) -> Subquery:
     gpu_hours = func.sum(use.c.gpu_seconds) / 3600.0
     vm_gpus = case((VmRow.gpus > 1, VmRow.gpus), else_=1)
     hours, lasting = gpu_hours / vm_gpus, func.sum(use.c.lasting_gpus)
+    at_present_price = (func.sum(use.c.gpu_seconds) - func.sum(use.c.priced_gpu_seconds)) * VmRow.price_per_hour
     return (
         select(
             use.c.vm_id,
             hours.label("hours"),
             gpu_hours.label("gpu_hours"),
             VmRow.price_per_hour.label("price"),
-            (hours * VmRow.price_per_hour).label("cost"),
+            ((at_present_price + func.sum(use.c.seconds_times_price)) / 3600.0 / vm_gpus).label("cost"),
             (VmRow.price_per_hour * lasting / vm_gpus).label("rate"),
         )
         .join(VmRow, VmRow.id == use.c.vm_id)
@@ -61,13 +63,15 @@ def _by_vm(use: Subquery) -> Subquery:
 
 
 def _use(job_id: str, now: float, after: int) -> Subquery:
-    """By VM: GPU-seconds, and the GPUs that a live generation has there."""
+    """By VM: GPU-seconds, those that are priced and their price (as in `JobVmRow`), and the GPUs that a live generation
+    has there."""
     if after:
         return _rank_by_rank(job_id, now, after).subquery()
     billed = select(JobProgressRow.billed).where(JobProgressRow.job_id == job_id).scalar_subquery()
-    ended = select(JobVmRow.vm_id, JobVmRow.gpu_seconds, literal(0).label("lasting_gpus"))
+    row = JobVmRow
+    ended = select(row.vm_id, row.gpu_seconds, row.priced_gpu_seconds, row.seconds_times_price, literal(0))
     since = _rank_by_rank(job_id, now, func.coalesce(billed, 0))
-    return union_all(ended.where(JobVmRow.job_id == job_id), since).subquery()
+    return union_all(since, ended.where(row.job_id == job_id)).subquery()
 
 
 def _rank_by_rank(job_id: str, now: float, after: int | ColumnElement[int]) -> Select[Any]:
@@ -76,8 +80,11 @@ def _rank_by_rank(job_id: str, now: float, after: int | ColumnElement[int]) -> S
         select(
             WorkerRow.vm_id,
             case((ends > begins, ends - begins), else_=0.0).label("gpu_seconds"),
+            literal(0.0).label("priced_gpu_seconds"),
+            sum_price_changes(begins, ends).label("seconds_times_price"),
             case((GenerationRow.ended_at.is_(None), 1), else_=0).label("lasting_gpus"),
         )
         .join(GenerationRow, (GenerationRow.job_id == job_id) & (GenerationRow.number == WorkerRow.generation))
+        .join(VmRow, VmRow.id == WorkerRow.vm_id)
         .where(WorkerRow.job_id == job_id, WorkerRow.generation > after)
     )

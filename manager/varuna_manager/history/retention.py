@@ -37,11 +37,12 @@ from varuna_manager.db.models import (
     StackRow,
     TokenRow,
     TraceRow,
+    VmPriceRow,
     VmRow,
     VmUsageRow,
     WorkerRow,
 )
-from varuna_manager.domain.retention import GoneVm, KeepDays, choose_batch_size, find_horizon, sum_up_by_day
+from varuna_manager.domain.retention import GoneVm, KeepDays, PastPrice, choose_batch_size, find_horizon, sum_up_by_day
 from varuna_manager.jobs.archives import ArchiveService
 from varuna_manager.jobs.jobs import ALIVE, IS_KEPT, JOB_DELETED, OVER, mark_deleted
 from varuna_manager.providers.base import EmulatedProvider
@@ -238,13 +239,22 @@ class Retention:
         async with self._write() as session:
             columns = (VmRow.id, VmRow.created_at, VmRow.gone_at, VmRow.gpus, VmRow.price_per_hour)
             rows = (await session.execute(select(*columns).where(is_due, VmRow.id.in_(ids)))).all()
+            gone = [row.id for row in rows]
+            prices: dict[str, list[PastPrice]] = {}
+            for past in await session.scalars(select(VmPriceRow).where(VmPriceRow.vm_id.in_(gone))):
+                prices.setdefault(past.vm_id, []).append(PastPrice(past.since, past.until, past.price_per_hour))
             pasts = [
-                GoneVm(created_at=row.created_at, gone_at=row.gone_at, gpus=row.gpus, price_per_hour=row.price_per_hour)
+                GoneVm(
+                    created_at=row.created_at,
+                    gone_at=row.gone_at,
+                    gpus=row.gpus,
+                    price_per_hour=row.price_per_hour,
+                    past_prices=prices.get(row.id, ()),
+                )
                 for row in rows
             ]
             await _add_days(session, pasts)
-            gone = [row.id for row in rows]
-            for column in (EnrolmentRow.vm_id, VmUsageRow.vm_id, VmRow.id):
+            for column in (EnrolmentRow.vm_id, VmUsageRow.vm_id, VmPriceRow.vm_id, VmRow.id):
                 await session.execute(delete(column.class_).where(column.in_(gone)), execution_options=name_changes())
         return len(ids)
 

@@ -91,7 +91,11 @@ STORE_FAMILIES = (
     MetricFamily(
         "varuna_job_predicted_examples_per_second", "Rate that the planner predicted for the newest generation.", _JOB
     ),
-    MetricFamily("varuna_job_checkpoint_age_seconds", "Time since a job's newest checkpoint was committed.", _JOB),
+    MetricFamily(
+        "varuna_job_checkpoint_age_seconds",
+        "Time since a job's newest checkpoint was committed, or since its start before the first one.",
+        _JOB,
+    ),
     MetricFamily("varuna_job_checkpoint_step", "Step of a job's newest checkpoint.", _JOB),
     MetricFamily("varuna_job_checkpoint_bytes", "Size of a job's newest checkpoint.", _JOB),
 )
@@ -193,7 +197,12 @@ class StoreMetrics:
         for job in jobs:
             since = last_steps.get(job.id) or job.started_at or job.created_at
             samples.add_sample("varuna_job_step_age_seconds", max(self._now() - since, 0.0), job.name)
-        await self._checkpoints(session, samples, names)
+        saved_at = await _checkpoints(session, samples, names)
+        for job in jobs:
+            saved_or_started = saved_at.get(job.id, job.started_at)
+            if saved_or_started is not None:
+                age_s = max(self._now() - saved_or_started, 0.0)
+                samples.add_sample("varuna_job_checkpoint_age_seconds", age_s, job.name)
 
     async def _goodput(self, session: AsyncSession, job: Any) -> float:
         now = self._now()
@@ -215,17 +224,6 @@ class StoreMetrics:
         samples.add_sample("varuna_job_useful_seconds", done.seconds, name)
         samples.add_sample("varuna_job_between_steps_seconds", done.between_s, name)
 
-    async def _checkpoints(self, session: AsyncSession, samples: StoreSamples, names: dict[str, str]) -> None:
-        row = CheckpointRow
-        newest = select(row.job_id, func.max(row.at).label("at")).where(row.job_id.in_(names)).group_by(row.job_id)
-        last = newest.subquery()
-        query = select(row.job_id, row.at, func.max(row.step), func.max(row.total_bytes))
-        query = query.join(last, (row.job_id == last.c.job_id) & (row.at == last.c.at)).group_by(row.job_id, row.at)
-        for job_id, at, step, total_bytes in await session.execute(query):
-            samples.add_sample("varuna_job_checkpoint_age_seconds", max(self._now() - at, 0.0), names[job_id])
-            samples.add_sample("varuna_job_checkpoint_step", step, names[job_id])
-            samples.add_sample("varuna_job_checkpoint_bytes", total_bytes, names[job_id])
-
 
 async def _generations(session: AsyncSession, samples: StoreSamples, names: dict[str, str]) -> dict[str, float | None]:
     """When each job last completed a step."""
@@ -240,6 +238,21 @@ async def _generations(session: AsyncSession, samples: StoreSamples, names: dict
     for generation in await _newest(session, list(names)):
         _shape(samples, generation, names[generation.job_id])
     return last_steps
+
+
+async def _checkpoints(session: AsyncSession, samples: StoreSamples, names: dict[str, str]) -> dict[str, float]:
+    """When each job's newest checkpoint was committed."""
+    saved_at: dict[str, float] = {}
+    row = CheckpointRow
+    newest = select(row.job_id, func.max(row.at).label("at")).where(row.job_id.in_(names)).group_by(row.job_id)
+    last = newest.subquery()
+    query = select(row.job_id, row.at, func.max(row.step), func.max(row.total_bytes))
+    query = query.join(last, (row.job_id == last.c.job_id) & (row.at == last.c.at)).group_by(row.job_id, row.at)
+    for job_id, at, step, total_bytes in await session.execute(query):
+        saved_at[job_id] = at
+        samples.add_sample("varuna_job_checkpoint_step", step, names[job_id])
+        samples.add_sample("varuna_job_checkpoint_bytes", total_bytes, names[job_id])
+    return saved_at
 
 
 async def _newest(session: AsyncSession, job_ids: Sequence[str]) -> Sequence[Any]:

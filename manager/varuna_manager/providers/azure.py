@@ -141,6 +141,7 @@ class AzureProvider:
 
     async def _refresh_list(self) -> None:
         vms = await self._fetch_vms()
+        await self._refresh_quotes()  # so that no VM has the settings' price first and then Azure's
         self._list_again_at = self._now() + self._settings.list_every_s * (1 + len(vms) // _PAGE)
         conditions = {_name(vm): find_condition(vm) for vm in vms}
         self._listed = [self._make_vm(vm) for vm in vms if conditions[_name(vm)] is not VmCondition.FAILED]
@@ -220,13 +221,17 @@ class AzureProvider:
         if self._now() < self._quote_again_at:
             return
         self._quote_again_at = self._now() + _MARKET_S
+        fresh: Mapping[str, Quote] = {}
         try:
-            self._quotes = await fetch_quotes(self._client, self._settings)
+            fresh = await fetch_quotes(self._client, self._settings)
         except (AzureError, KeyError, ValueError) as error:
             self._log.info("Resource Graph gives no prices and eviction rates", error=str(error).splitlines()[0])
-        unpriced = [
-            size.name for size in self._settings.sizes if self._quotes.get(size.name, Quote()).price_per_hour is None
-        ]
+        names = [size.name for size in self._settings.sizes]
+        unpriced = [name for name in names if fresh.get(name, Quote()).price_per_hour is None]
+        # These cost what was last known of them, until there is another price.
+        known = {name: self._quotes.get(name, Quote()).price_per_hour for name in unpriced}
+        held = {name: replace(quote, price_per_hour=known[name]) for name, quote in fresh.items() if name in known}
+        self._quotes = {**self._quotes, **fresh, **held}
         if not unpriced or not self._settings.retail_prices_url:
             return
         try:

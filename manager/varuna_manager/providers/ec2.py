@@ -130,6 +130,7 @@ class Ec2Provider:
 
     async def _refresh_list(self) -> None:
         instances = await self._call(self._fetch_instances)
+        await self._refresh_prices()  # so that no VM has the settings' price first and then AWS's
         now = self._now()
         self._list_again_at = now + self._settings.list_every_s
         known = {instance["InstanceId"] for instance in instances}
@@ -173,7 +174,7 @@ class Ec2Provider:
             return
         self._price_again_at = self._now() + _MARKET_S
         try:
-            self._prices = await self._call(fetch_spot_prices, self._client, self._settings)
+            self._prices = {**self._prices, **await self._call(fetch_spot_prices, self._client, self._settings)}
         except _AwsError as error:
             self._log.info("AWS gives no spot prices", error=parse_error(error).reason)
 

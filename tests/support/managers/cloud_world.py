@@ -22,7 +22,9 @@ from varuna_manager.db.engine import Database
 from varuna_manager.db.models import EventRow, VmRow
 from varuna_manager.domain.fleet_decision import FleetLimits
 from varuna_manager.domain.observed import Rules
+from varuna_manager.domain.retention import KeepDays
 from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.history.fleet_history import FleetHistoryService
 from varuna_manager.planning.planning import PlanningService
 from varuna_manager.providers.azure import AzureProvider
 from varuna_manager.providers.azure_settings import AzureSettings, AzureSize
@@ -72,24 +74,24 @@ class MortalProvider(AzureProvider):
 
 
 class CloudWorld:
-    """Its clock is that of the event loop, a virtual one."""
+    """Its clock is that of the event loop, a virtual one, which `clock_set_by_s` sets the wall clock against."""
 
     def __init__(self, folder: Path, arm: FakeArm, limits: FleetLimits) -> None:
         self.arm, self.limits = arm, limits
-        self.deaths = 0
+        self.deaths, self.clock_set_by_s = 0, 0.0
         arm.clock = self.read_clock
         self._url = f"sqlite:///{folder / 'manager.db'}"
         migrated(folder / "manager.db")
         self._joined: set[str] = set()
 
     def read_clock(self) -> float:
-        return _BEGAN_AT + asyncio.get_running_loop().time()
+        return _BEGAN_AT + asyncio.get_running_loop().time() + self.clock_set_by_s
 
     async def start(self) -> None:
         """A new manager over the same store."""
         now = self.read_clock
         database, rules = Database(self._url), Rules(request_timeout_s=1200.0)
-        bell, events, self._registry = Bell(), EventLog(database, now), VmRegistry(now)
+        bell, events, self._registry = Bell(), EventLog(database, now), VmRegistry(asyncio.get_running_loop().time)
         client = self.arm.client_without_network(SETTINGS, _POLL_S)
         self.provider = MortalProvider(
             SETTINGS, client, boot_script, needs_prices=self.limits.max_cost_per_hour is not None, now=now
@@ -163,6 +165,10 @@ class CloudWorld:
 
     async def ready(self) -> list[str]:
         return [vm_id for vm_id, state in (await self.states()).items() if state == "ready"]
+
+    async def cost(self) -> float:
+        """Of the fleet since its first VM; 0: no price is known."""
+        return (await FleetHistoryService(self._database, KeepDays(), self.read_clock).read_cost(None))["cost"] or 0.0
 
     async def log(self) -> str:
         async with self._database.read() as session:

@@ -14,6 +14,7 @@ from rest_world import SPEC, RestWorld, generation, report, rest_world, vm, work
 from scripted_manager import profile_json
 from varuna_client import AsyncClient, NotFoundError, RefusedError
 from varuna_manager.db.models import CheckpointRow, EventRow, GenerationRow, MetricRow
+from varuna_manager.domain.states import VmState
 from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2 as pb
 from waiting import DEADLINE_S
@@ -470,6 +471,20 @@ async def test_vms_are_filtered_counted_and_told_with_their_past(world: RestWorl
     assert cost["vm_hours"] > gone_hours
     assert (cost["vms"], cost["vms_without_price"], cost["cost_per_hour"]) == (4, 3, 1.5)
     assert cost["cost"] == pytest.approx(cost["gpu_hours"] / 3 * 1.5, rel=1e-4)
+
+
+async def test_a_vm_that_is_lost_and_then_gone_counts_once(world: RestWorld, client: AsyncClient) -> None:
+    async with world.database.write() as session:
+        for name in ("silent", "back", "returned"):
+            row = vm(name, state="requested")
+            session.add(row)
+            await session.flush()
+            lost = () if name == "returned" else (VmState.LOST,)
+            again = (VmState.READY,) if name == "back" else ()
+            for state in (VmState.READY, *lost, *again, VmState.GONE):
+                await world.services.fleet.move_vm(session, row, state, "test")
+    found = await client.fleet_history(points=1)
+    assert found["lost"] == [1 + 2 + 1], "one came back, and went later"
 
 
 async def test_the_fleet_over_time(world: RestWorld, client: AsyncClient) -> None:

@@ -151,6 +151,7 @@ async def test_what_jobs_of_an_earlier_version_used_is_billed(url: str) -> None:
         assert (await session.scalars(select(JobProgressRow.billed))).all() == [8]
         billed = (await session.scalars(select(JobVmRow.gpu_seconds))).all()
     assert (billed, bill["gpu_hours"]) == ([200.0], pytest.approx(300.0 / 3600))
+    assert bill["cost"] == pytest.approx(1.5 * bill["vm_hours"]), "at the VM's present price"
     await database.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -11,16 +12,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 
 from migrated_stores import migrated_url
 from rest_world import SPEC, generation, vm, worker
 from varuna_manager.db.changes import name_changes
 from varuna_manager.db.engine import Database
 from varuna_manager.db.job_progress import sum_up_all
-from varuna_manager.db.models import GenerationRow, JobProgressRow, JobRow, JobVmRow, VmRow, WorkerRow
+from varuna_manager.db.models import GenerationRow, JobProgressRow, JobRow, JobVmRow, VmPriceRow, VmRow, WorkerRow
+from varuna_manager.db.vm_prices import change_price
 from varuna_manager.domain.retention import DAY_S, KeepDays
 from varuna_manager.domain.spec import JobSpec
+from varuna_manager.history.fleet_history import FleetHistoryService
 from varuna_manager.history.job_cost import read_job_bill
 from varuna_manager.history.retention import Retention
 from varuna_manager.history.spending import Spending
@@ -43,7 +46,7 @@ class Life:
     is_behind: bool
     """It is stored as ended, and the bill is not updated for it."""
     price: float | None
-    """Which the first VM has from then on."""
+    """Which the first VM has from then on; None: it keeps what it has."""
 
 
 _SECONDS = st.floats(-50, 5000)
@@ -79,7 +82,10 @@ async def start(database: Database, name: str, number: int, at: float, life: Lif
     async with database.write() as session:
         session.add(generation(name, number, at, **changes))
         session.add_all(worker(name, number, rank, f"vm-{place}") for rank, place in enumerate(life.places))
-        (await session.get_one(VmRow, "vm-0")).price_per_hour = life.price
+        if life.price is not None:
+            times = select(func.max(GenerationRow.created_at), func.max(GenerationRow.ended_at))
+            now = max(at, *(each or 0.0 for each in (await session.execute(times)).one()))
+            change_price(session, await session.get_one(VmRow, "vm-0"), life.price, now)
 
 
 async def end(database: Database, name: str, number: int, at: float) -> None:
@@ -115,15 +121,22 @@ async def sum_all_generations(database: Database, name: str, now: float) -> tupl
         generations = (await session.scalars(select(GenerationRow).where(GenerationRow.job_id == name))).all()
         ranks = (await session.scalars(select(WorkerRow).where(WorkerRow.job_id == name))).all()
         vms = {row.id: row for row in await session.scalars(select(VmRow))}
-    hours: dict[str, float] = defaultdict(float)
+        past = (await session.scalars(select(VmPriceRow).order_by(VmPriceRow.until))).all()
+    paid, hours = defaultdict[str, float](float), defaultdict[str, float](float)
     lasting: Counter[str] = Counter()
     for rank in ranks:
         (row,) = (row for row in generations if row.number == rank.generation)
-        hours[rank.vm_id] += max((now if row.ended_at is None else row.ended_at) - row.created_at, 0.0) / 3600
+        ended_at = now if row.ended_at is None else row.ended_at
+        hours[rank.vm_id] += max(ended_at - row.created_at, 0.0) / 3600
+        of_vm = [one for one in past if one.vm_id == rank.vm_id]
+        bounds = [0.0, *(one.until for one in of_vm), math.inf]
+        at_prices = [*(one.price_per_hour for one in of_vm), vms[rank.vm_id].price_per_hour or 0.0]
+        for price, since, until in zip(at_prices, bounds, bounds[1:], strict=False):
+            paid[rank.vm_id] += max(min(ended_at, until) - max(row.created_at, since), 0.0) / 3600 * price
         lasting[rank.vm_id] += row.ended_at is None
     prices = {name: vms[name].price_per_hour for name in hours}
     parts = {name: each / vms[name].gpus for name, each in hours.items()}
-    costs = {name: None if price is None else parts[name] * price for name, price in prices.items()}
+    costs = {name: None if price is None else paid[name] / vms[name].gpus for name, price in prices.items()}
     known = [cost for cost in costs.values() if cost is not None]
     sums = {
         "vm_hours": sum(parts.values()),
@@ -183,8 +196,56 @@ async def test_what_is_billed_is_not_added_up_again(database: Database) -> None:
     assert since["gpu_hours"] == pytest.approx(3 * 400.0 / 3600), "after a retry only what came since"
 
 
+async def test_hours_keep_the_price_that_they_had(database: Database) -> None:
+    await play(database, "j", [Life(0.0, 36_000.0, (0,), is_behind=False, price=None)])
+    async with database.write() as session:
+        (await session.get_one(VmRow, "vm-0")).price_per_hour = 9.0
+    assert (await Spending(database, lambda: BEGIN + 99_000.0).read_cost("j"))["cost"] == pytest.approx(15.0)
+
+
+async def test_hours_of_a_running_generation_keep_the_price_that_they_had(database: Database) -> None:
+    await play(database, "j", [Life(0.0, 0.0, (0, 0, 1), is_behind=False, price=None)], ends=False)
+    for hour, price in ((2, 4.0), (3, 1.0)):
+        async with database.write() as session:
+            change_price(session, await session.get_one(VmRow, "vm-0"), price, BEGIN + hour * 3600.0)
+    for ends in (False, True):
+        bill = await Spending(database, lambda: BEGIN + 5 * 3600.0).read_cost("j")
+        assert bill["cost"] == pytest.approx(2 * (2 * 1.5 + 1 * 4.0 + 2 * 1.0)), "two ranks, as there is one GPU"
+        assert bill["cost_per_hour"] == (0.0 if ends else pytest.approx(2.0))
+        async with database.read() as session:
+            retried = await read_job_bill(session, "j", BEGIN + 5 * 3600.0, after=-1)
+        assert retried["cost"] == pytest.approx(bill["cost"])
+        await end(database, "j", 1, BEGIN + 5 * 3600.0)
+    async with database.write() as session:
+        change_price(session, await session.get_one(VmRow, "vm-0"), 50.0, BEGIN + 6 * 3600.0)
+        change_price(session, await session.get_one(VmRow, "vm-1"), 2.0, BEGIN + 6 * 3600.0)
+    bill = await Spending(database, lambda: BEGIN + 9 * 3600.0).read_cost("j")
+    assert bill["cost"] == pytest.approx(18.0 + 5 / 4 * 2.0), "the first price of a VM is that of its hours before"
+
+
+async def test_the_fleets_hours_keep_the_price_that_they_had(database: Database, tmp_path: Path) -> None:
+    async with database.write() as session:
+        for hour, price in ((2, 4.0), (3, 1.0)):
+            change_price(session, await session.get_one(VmRow, "vm-0"), price, BEGIN + hour * 3600.0)
+        for row in await session.scalars(select(VmRow)):
+            row.state, row.gone_at = "gone", BEGIN + 10 * 3600.0
+    now = BEGIN + 365 * DAY_S
+    fleet = FleetHistoryService(database, KeepDays(vms=1), lambda: now)
+    others = 10 * 0.25 + 10 * 3.0
+    assert (await fleet.read_cost(None))["cost"] == pytest.approx(others + 2 * 1.5 + 1 * 4.0 + 7 * 1.0)
+    since = await fleet.read_cost(BEGIN + 2.5 * 3600.0)
+    assert since["cost"] == pytest.approx(0.75 * others + 0.5 * 4.0 + 7 * 1.0)
+    archives = ArchiveService(database, tmp_path / "archives")
+    retention = Retention(database, EventLog(database), archives, KeepDays(vms=1), now=lambda: now)
+    while await retention.delete_some():
+        pass
+    async with database.read() as session:
+        assert (await session.scalars(select(VmPriceRow))).all() == []
+    assert (await fleet.read_cost(None))["cost"] == pytest.approx(others + 2 * 1.5 + 1 * 4.0 + 7 * 1.0)
+
+
 async def test_bills_made_again_from_all_generations_are_the_same(database: Database) -> None:
-    lives = [Life(5.0, 70.0 * number, (0, 1, 1, number % 4), is_behind=False, price=1.5) for number in range(1, 6)]
+    lives = [Life(5.0, 70.0 * number, (0, 1, 1, number % 4), is_behind=False, price=number) for number in range(1, 6)]
     await play(database, "a", lives)
     await play(database, "b", lives[:2], ends=False)
     kept = [await billed(database, name) for name in ("a", "b")]
@@ -193,6 +254,7 @@ async def test_bills_made_again_from_all_generations_are_the_same(database: Data
         await sum_up_all(session)
     for name, (number, seconds) in zip(("a", "b"), kept, strict=True):
         assert await billed(database, name) == (number, pytest.approx(seconds))
+        await compare(database, name, 9000.0)
 
 
 async def test_a_change_of_an_ended_generation_is_not_billed_twice(database: Database) -> None:

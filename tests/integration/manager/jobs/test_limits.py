@@ -19,7 +19,7 @@ from varuna_client.commands.reading import list_jobs
 from varuna_manager.answers.errors import InvalidError
 from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import GenerationRow, JobRow
+from varuna_manager.db.models import GenerationRow, JobRow, VmRow
 from varuna_manager.domain.limits import JobLimitsView, find_reached_limit
 from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.spec import JobSpec
@@ -97,6 +97,25 @@ async def test_the_cost_that_counts_is_what_the_job_is_said_to_cost(
         row.state, row.ended_at = "ended", clock.now
     clock.now += 3600.0
     assert (await limits()).cost == pytest.approx(6.0), "what has ended costs no more"
+
+
+async def test_a_price_that_is_known_later_counts_at_once(database: Database, jobs: JobService, clock: Clock) -> None:
+    job_id = (await jobs.submit_job(spec(limits={"max_cost": 9.0}), None))["id"]
+    loader = SnapshotLoader(database, World(database, VmRegistry(clock), clock), Rules(), clock)
+
+    async def cost() -> float:
+        (job,) = (await loader.load_snapshot()).jobs
+        return job.view.limits.cost
+
+    running = generation(job_id, 1, 1000.0, state="running"), worker(job_id, 1, 0, "a", "running")
+    await add(database, vm("a"), *running)
+    assert await cost() == 0.0
+    async with database.write() as session:
+        (await session.get_one(VmRow, "a")).price_per_hour = 3.0
+    clock.now += 3600.0
+    assert await cost() == pytest.approx(3.0)
+    clock.now += 3600.0
+    assert await cost() == pytest.approx(6.0)
 
 
 async def test_a_retry_begins_every_limit_again(database: Database, jobs: JobService, clock: Clock) -> None:

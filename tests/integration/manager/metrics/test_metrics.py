@@ -110,6 +110,18 @@ async def test_a_running_job_has_its_figures(database: Database) -> None:
     assert value(samples, "varuna_vms_wanted") == 5
 
 
+async def test_a_job_that_has_never_saved_has_the_age_of_its_start(database: Database) -> None:
+    async with database.write() as session:
+        session.add_all([job("one", started_at=1000.0 - 7200.0, active_name="one"), job("new", active_name="new")])
+        await session.flush()
+        session.add(generation("one", 1, last_step=100, last_step_at=990.0))
+    samples = await read(service_of(database))
+    assert value(samples, "varuna_job_checkpoint_age_seconds", job_name="one") == 7200.0
+    of_new = [name for name, labels in samples if ("job_name", "new") in labels]
+    assert "varuna_job_checkpoint_age_seconds" not in of_new, "it has not started"
+    assert "varuna_job_checkpoint_step" not in {name for name, _ in samples}
+
+
 async def test_the_goodput_in_the_metrics_is_that_of_varuna_show(database: Database) -> None:
     """At three moments: the second finds a generation that has settled since, the third finds more steps."""
     now = 0.0

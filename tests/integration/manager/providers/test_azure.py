@@ -358,6 +358,30 @@ async def test_prices_come_from_the_public_list_where_the_subscription_may_not_b
     await thrifty.close(end_vms=False)
 
 
+async def test_a_price_holds_until_there_is_another(arm: FakeArm, clock: Clock) -> None:
+    arm.may_read_subscription, arm.retail = False, {A100: 0.81, V100: 0.35}
+    settings = SETTINGS.model_copy(
+        update={"retail_prices_url": f"{arm.url}/api/retail/prices", "max_price_per_hour": 9.0}
+    )
+    provider = provider_on(arm, clock, settings)
+    for hour, retail, status, price in ((0, 0.81, 200, 0.81), (1, 0.9, 503, 0.81), (2, 0.9, 200, 0.9)):
+        clock.now = hour * 3600.0
+        arm.retail_status, arm.retail = status, {A100: retail, V100: 0.35}
+        assert (await provider.get_offer()).price_per_hour == price
+    await provider.close(end_vms=False)
+
+
+async def test_the_first_list_of_a_manager_has_the_prices_of_the_market(arm: FakeArm, clock: Clock) -> None:
+    arm.market = {A100.lower(): ("0.73", "5-10")}
+    settings = SETTINGS.model_copy(update={"max_price_per_hour": 9.0})
+    before = provider_on(arm, clock, settings)
+    await before.create(1, "r")
+    await before.close(end_vms=False)
+    after = provider_on(arm, clock, settings)
+    assert [vm.price_per_hour for vm in await after.list()] == [0.73]
+    await after.close(end_vms=False)
+
+
 async def test_a_list_of_prices_that_cannot_be_read_is_asked_again_soon(arm: FakeArm, clock: Clock) -> None:
     arm.may_read_subscription, arm.retail_status, arm.retail = False, 503, {A100: 0.81}
     settings = SETTINGS.model_copy(update={"retail_prices_url": f"{arm.url}/api/retail/prices"})

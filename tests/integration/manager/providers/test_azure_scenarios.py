@@ -5,12 +5,14 @@ Each ends with the same VMs in the store and at Azure, and within the fleet's li
 
 from __future__ import annotations
 
+import itertools
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from cloud_world import A100, V100, cloud_world
-from varuna_manager.domain.fleet_decision import FleetLimits
+from varuna_manager.domain.fleet_decision import FleetLimits, VmRange
 from virtual_loop import in_virtual_time
 
 pytestmark = pytest.mark.slow
@@ -144,6 +146,19 @@ async def test_a_dearer_size_is_taken_only_as_far_as_the_cost_allows(tmp_path: P
 
 
 @in_virtual_time
+async def test_a_price_that_rises_leaves_the_past_as_it_was(tmp_path: Path) -> None:
+    async with cloud_world(tmp_path) as world:
+        costs = [0.0]
+        for price in ("0.5", "1.0", "0.5"):
+            world.arm.market = {A100.lower(): (price, "0-5"), V100.lower(): (price, "0-5")}
+            await world.fleet.set_target(1)
+            await world.run(3 * 3600.0, step_s=60.0)
+            costs.append(await world.cost())
+        paid = [later - before for before, later in itertools.pairwise(costs)]
+        assert paid == pytest.approx([1.5, 3.0, 1.5], rel=0.1), "prices are asked for every ten minutes"
+
+
+@in_virtual_time
 async def test_a_vm_that_the_store_gave_up_is_reaped(tmp_path: Path) -> None:
     async with cloud_world(tmp_path) as world:
         await world.fleet.set_target(2)
@@ -155,3 +170,31 @@ async def test_a_vm_that_the_store_gave_up_is_reaped(tmp_path: Path) -> None:
         world.arm.vms[back] = vm  # as if it had been out of Azure's sight
         await world.run_until_settled(2)
         assert back not in world.arm.vms
+
+
+@in_virtual_time
+async def test_vms_that_a_restored_store_lacks_are_taken_in_and_stay(tmp_path: Path) -> None:
+    async with cloud_world(tmp_path) as world:
+        await world.fleet.set_target(3)
+        await world.run_until_settled(3)
+        before = {*world.arm.vms}
+        await world.run(7200.0, step_s=600.0)
+        await world.stop()
+        with sqlite3.connect(tmp_path / "manager.db") as store:
+            store.execute("DELETE FROM vms")
+        await world.start()
+        await world.run(15.0)
+        assert {*world.arm.vms} == {*await world.states()} == before
+
+
+@in_virtual_time
+async def test_a_clock_that_is_set_forward_makes_no_vm_idle_for_long(tmp_path: Path) -> None:
+    async with cloud_world(tmp_path) as world:
+        await world.fleet.set_target(3)
+        await world.run_until_settled(3)
+        await world.fleet.follow_jobs(VmRange(min_vms=1, max_vms=3))
+        await world.run(60.0)
+        world.clock_set_by_s += 3600.0
+        await world.run(60.0)
+        assert len(await world.ready()) == 3
+        await world.run_until_settled(1)

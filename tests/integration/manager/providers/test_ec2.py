@@ -168,6 +168,16 @@ async def test_prices_are_those_of_the_market(bench: Ec2Bench) -> None:
     assert created.refusal is None
 
 
+async def test_the_first_list_of_a_manager_has_the_prices_of_the_market(
+    bench: Ec2Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.settings = bench.settings.model_copy(update={"price_per_hour": 1.5})
+    (made,) = (await bench.provider.create(1, "r")).vms
+    place = (made.machine_type, made.zone)
+    monkeypatch.setattr("varuna_manager.providers.ec2.fetch_spot_prices", lambda *_: {place: 0.25})
+    assert [vm.price_per_hour for vm in await bench.make_provider().list()] == [0.25]
+
+
 async def test_without_prices_a_fleet_with_a_limit_of_cost_gets_no_vm(bench: Ec2Bench) -> None:
     bench.settings = bench.settings.model_copy(update={"instance_types": ("x9.unknown",)})
     created = await bench.make_provider(needs_prices=True).create(1, "r")

@@ -11,12 +11,11 @@ import pytest
 
 from fake_cluster import DEPLOYMENTS, NODES, PODS, SECRETS, ApiError, FakeCluster
 from fake_kubernetes import FakeKubernetes, serve_kubernetes
-from kubernetes_bench import NAMESPACE, SETTINGS, KubernetesBench, make_config
+from kubernetes_bench import NAMESPACE, SETTINGS, KubernetesBench, make_api
 from manager_rights import read_rights
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.base import ProviderRefusedError, ProviderVm, UnknownVmError
 from varuna_manager.providers.kubernetes import api as api_module
-from varuna_manager.providers.kubernetes.api import KubernetesApi
 from varuna_manager.providers.kubernetes.provider import KubernetesProvider
 from varuna_manager.providers.kubernetes.settings import KubernetesPool, KubernetesSettings
 from waiting import until
@@ -102,7 +101,7 @@ async def test_a_pod_that_exists_already_is_there(world: World) -> None:
     provider = world.bench.provider
     await provider.list()
     provider._cache._take_event = lambda kind, pod: None  # type: ignore[method-assign]
-    await KubernetesApi(make_config(world.server.url), NAMESPACE).create_pod(
+    await make_api(world.server.url, NAMESPACE).create_pod(
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": FIRST, "labels": {"varuna/request": REQUEST}},
          "spec": {"containers": [{"name": "agent", "image": "x"}]}}
     )  # fmt: skip
@@ -589,7 +588,7 @@ async def test_with_a_limit_of_cost_only_pools_with_a_price_are_used(world: Worl
 
 async def test_the_server_itself_refuses_what_a_real_one_refuses(world: World) -> None:
     """The tests' API server is no better than its refusals."""
-    api = KubernetesApi(make_config(world.server.url), NAMESPACE)
+    api = make_api(world.server.url, NAMESPACE)
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": []}}
     cases: list[tuple[Any, int, str]] = [
         ({**pod, "kind": "Node"}, 400, "BadRequest"),
@@ -600,11 +599,11 @@ async def test_the_server_itself_refuses_what_a_real_one_refuses(world: World) -
         with pytest.raises(api_module.ApiRefusedError) as refused:
             await api.create_pod(body)
         assert (refused.value.code, refused.value.reason) == (code, reason)
-    stranger = KubernetesApi(make_config(world.server.url, "nobody's"), NAMESPACE)
+    stranger = make_api(world.server.url, NAMESPACE, "nobody's")
     with pytest.raises(api_module.ApiRefusedError) as unauthorised:
         await stranger.list_pods({})
     assert unauthorised.value.code == 401
-    manager = KubernetesApi(make_config(world.server.url, "the manager's"), "kube-system")
+    manager = make_api(world.server.url, "kube-system", "the manager's")
     with pytest.raises(api_module.ApiRefusedError) as forbidden:
         await manager.list_pods({})
     assert forbidden.value.code == 403
