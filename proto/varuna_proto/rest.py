@@ -166,7 +166,7 @@ class WorkerDocument(TypedDict):
     step: int | None
     """The last completed step in its heartbeats; this field and the following are null when it sends none."""
     forward_us: int | None
-    """Per micro-batch of the last step, without waiting."""
+    """Per whole micro-batch of the last step, without waiting; 0: it ran none, but a smaller one at most."""
     backward_us: int | None
     wait_us: int | None
     """Time of the last step in which it had nothing to compute."""
@@ -429,7 +429,9 @@ class VmCostDocument(TypedDict):
     hours: float
     gpu_hours: float
     price_per_hour: float | None
+    """Its present or last price."""
     cost: float | None
+    """By the prices that it had at the time."""
 
 
 @document

@@ -18,9 +18,16 @@ STEPS_NEEDED = 8
 class _Rank:
     step: int = 0
     """The newest that was recorded, because heartbeats repeat steps."""
-    since_look: int = 0
-    """Steps."""
+    steps: int = 0
+    """Since the last look."""
+    timed_steps: int = 0
+    """Those of them with times: a step has none where the rank ran no whole micro-batch."""
     micro_batch_us: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what its micro-batches take, or that it has nothing to time."""
+        return self.timed_steps >= STEPS_NEEDED or (self.steps >= STEPS_NEEDED and not self.timed_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +59,15 @@ class ComputeTimes:
         before, now = self._vms.get(vm_id, {}), {}
         for worker in workers:
             rank = before.get(worker.key)
-            if not worker.forward_us and rank is None:
+            if not worker.step and rank is None:
                 continue  # nothing trained yet
             now[worker.key] = rank = rank or _Rank()
-            if worker.forward_us and worker.step > rank.step:
+            if worker.step > rank.step:
                 rank.step = worker.step
-                rank.since_look += 1
-                rank.micro_batch_us.append(worker.forward_us + worker.backward_us)
+                rank.steps += 1
+                if worker.forward_us:
+                    rank.timed_steps += 1
+                    rank.micro_batch_us.append(worker.forward_us + worker.backward_us)
         if now:
             self._vms[vm_id] = now
         else:
@@ -67,19 +76,23 @@ class ComputeTimes:
     def collect_times(
         self, job_id: str, generation: int, vm_ids: Sequence[str]
     ) -> Mapping[int, MicroBatchTimes] | None:
-        """Each rank's times; None until every rank has reported STEPS_NEEDED steps since the last call.
+        """The times of each rank that has some; None until every rank has reported STEPS_NEEDED steps since the last
+        call.
 
         `vm_ids`: by rank.
         """
         known: dict[int, _Rank] = {}
         for number, vm_id in enumerate(vm_ids):
             rank = self._vms.get(vm_id, {}).get((job_id, generation, number))
-            if rank is None or rank.since_look < STEPS_NEEDED:
+            if rank is None or not rank.is_known:
                 return None
             known[number] = rank
+        timed = {number: _make_times(rank.micro_batch_us) for number, rank in known.items() if rank.timed_steps}
+        if not timed:
+            return None
         for rank in known.values():
-            rank.since_look = 0
-        return {number: _make_times(rank.micro_batch_us) for number, rank in known.items()}
+            rank.steps = rank.timed_steps = 0
+        return timed
 
     def forget_job(self, job_id: str) -> None:
         """Start the job over, because its recorded times have been used."""

@@ -39,11 +39,11 @@ from varuna_manager.db.models import GenerationRow, JobRow, VmRow
 from varuna_manager.domain.actions import Action, Decision, RequestStacks, StartGeneration
 from varuna_manager.domain.better_shape import gpu_limit
 from varuna_manager.domain.commands import CommandKey, DrainKey, LaunchKey, StopKey, list_commands
-from varuna_manager.domain.devices import choose_devices, list_waiting_devices
+from varuna_manager.domain.devices import choose_devices, keep_waiting_share, list_waiting_devices
 from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.keepers import Copies, CopiesFacts, count_unsaved, expect_step_s
 from varuna_manager.domain.newcomers import WantedNewcomers
-from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
+from varuna_manager.domain.observed import JobView, Proposal, Rules, Vms, VmView
 from varuna_manager.domain.preparing import JobPlaces
 from varuna_manager.domain.reshaping import keeps_state, may_gain_elsewhere, may_stay_in_place
 from varuna_manager.domain.starting import decide_in_place
@@ -155,7 +155,7 @@ class JobController:
                 view = await self._complete_view(job, snapshot, pool, shares)
                 decision = decide_job(self._now(), view, snapshot.vms, self._rules)
                 self._newcomers.follow_decision(view, decision)
-                changed |= await self._apply(job, decision)
+                changed |= await self._apply(job, decision, view.proposal)
                 pool.take_devices(decision.claims)
             except StaleDataError:
                 changed = True  # the decision is stale: look again
@@ -192,6 +192,7 @@ class JobController:
         stacks = None if job.generation is None else self._stacks.collect_answers(view.id, job.generation.number)
         unfit = pool.count_unfit(resources)
         view = replace(view, devices=devices, quarantined=quarantined, unfit=unfit, stacks=stacks)
+        view = keep_waiting_share(self._now(), view, self._rules)
         if stacks is not None or self._has_witness(view):
             view = with_health(view, self._registry)
         self._secrets.prefetch_secrets(job.spec.secrets)  # also for a running job: its next launch may be soon
@@ -210,7 +211,7 @@ class JobController:
 
     # ------------------------------------------------------------ apply
 
-    async def _apply(self, job: LoadedJob, decision: Decision) -> bool:
+    async def _apply(self, job: LoadedJob, decision: Decision, proposal: Proposal | None) -> bool:
         """Write the decision. Returns whether more than the reason changed. A stale decision is dropped."""
         if not decision.actions and decision.reason == job.row.reason:
             return False
@@ -218,7 +219,7 @@ class JobController:
             return True  # another job of this look took a device: look again
         for action in decision.actions:
             failpoint(f"manager.{type(action).__name__}.decided")
-        copies_facts = await self._find_copies_facts(job, decision)
+        copies_facts = await self._find_copies_facts(job, decision, proposal)
         async with self._database.write() as session:
             row = await session.get_one(JobRow, job.row.id)
             if row.version != job.row.version:
@@ -241,7 +242,9 @@ class JobController:
             self._follow_up(job, action)
         return bool(decision.actions)
 
-    async def _find_copies_facts(self, job: LoadedJob, decision: Decision) -> CopiesFacts | None:
+    async def _find_copies_facts(
+        self, job: LoadedJob, decision: Decision, proposal: Proposal | None
+    ) -> CopiesFacts | None:
         """What the copies of the generation that starts depend on; None: none starts."""
         plans = [
             action.plan
@@ -258,7 +261,7 @@ class JobController:
             saved_step = await read_saved_step(session, view.id)
         return CopiesFacts(
             fleet=view.fleet,
-            step_s=expect_step_s(view.generation, plans[0]),
+            step_s=expect_step_s(view.generation, plans[0], proposal),
             save=replace(save, pinned_interval_s=job.spec.checkpoint.interval_s),
             unsaved=count_unsaved(view.setbacks.best_step, view.generation, saved_step),
             script_obstacles=obstacles,
@@ -523,12 +526,13 @@ def _make_question(
     there = [vms[vm_id] for vm_id in {device.vm_id for device in devices}]
     memories = [vm.device_memory_bytes for vm in there if vm.device_memory_bytes]
     previous, plan = previous_placement(job)
+    were_there = [vms[vm_id] for vm_id in {device.vm_id for device in previous} if vm_id in vms]
     may_keep = plan is not None and may_gain_elsewhere(view.generation)
     return PlanQuestion(
         profile_json=job.row.profile_json or "",
         spec=job.spec,
         devices=devices,
-        zones=_list_zones(there),
+        zones=_list_zones([*there, *were_there]),
         gpu_types=_list_gpu_types(there),
         device_memory_bytes=min(memories, default=None),
         gpus_per_vm=min(vm.gpus for vm in there),
@@ -538,7 +542,7 @@ def _make_question(
         previous_p=None if plan is None else plan.p,
         has_fitted=plan is not None and not _has_run_out_of_memory(view),
         previous_starts=() if plan is None else plan.stage_starts,
-        present=job.view.generation.plan if job.view.generation and job.view.generation.live else None,
+        present=plan,
         survivors=tuple(sorted(view.survivors & {*devices})) if may_keep else (),
         kept_micro_batch=0 if plan is None else plan.micro_batch,
     )
@@ -555,5 +559,5 @@ def _list_gpu_types(vms: Iterable[VmView]) -> tuple[GpuOfVm, ...]:
 
 def _list_zones(vms: Iterable[VmView]) -> tuple[tuple[str, str], ...]:
     """Each VM with its zone, if these are in several."""
-    zones = tuple(sorted((vm.id, vm.zone) for vm in vms))
+    zones = tuple(sorted({(vm.id, vm.zone) for vm in vms}))
     return zones if len({zone for _, zone in zones}) > 1 else ()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.leaving_step import GIVING_S
-from varuna_manager.domain.observed import GenerationView
+from varuna_manager.domain.observed import GenerationView, Proposal
 from varuna_manager.domain.states import GenerationKind
 from varuna_manager.domain.store_stops import expect_store_stops
 from varuna_planner.liveput.copies import CopiedParts, LossExposure
@@ -215,15 +215,27 @@ def find_kept(chosen: CopiesChoice, obstacles: CopiesObstacles, *, d: int) -> Co
     return CopiesChoice(keepers=keepers, marks=marks and (d > 1 or bool(keepers)), reason=lacking.reason)
 
 
-def expect_step_s(before: GenerationView | None, plan: Plan) -> float:
+def expect_step_s(before: GenerationView | None, plan: Plan, proposal: Proposal | None = None) -> float:
     """What a step of the plan will take: as predicted, but for the factor by which the last generation was slower or
-    faster than predicted."""
+    faster than the same profile predicts.
+
+    The profile may have been corrected by that generation's times. The planner's plans (`proposal`) are predicted by
+    the corrected one, and that of a shape in place by the one before.
+    """
     predicted_s = plan.predicted_minibatch_s
     if before is None or before.kind is not GenerationKind.TRAINING or before.plan is None:
         return predicted_s
-    if before.mean_step_s is None or before.plan.predicted_minibatch_s <= 0:
+    before_s = before.plan.predicted_minibatch_s
+    if proposal is not None and _is_proposed(plan, proposal):
+        rate = proposal.present_examples_per_s
+        before_s = before.plan.global_batch / rate if rate else 0.0
+    if before.mean_step_s is None or before_s <= 0:
         return predicted_s
-    return predicted_s * before.mean_step_s / before.plan.predicted_minibatch_s
+    return predicted_s * before.mean_step_s / before_s
+
+
+def _is_proposed(plan: Plan, proposal: Proposal) -> bool:
+    return plan == proposal.plan or (proposal.keeping is not None and plan == proposal.keeping.plan)
 
 
 def choose_keepers(p: int, vm_ids: Sequence[str], places: Mapping[str, VmPlace] | None = None) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from varuna_manager.domain.leaving_step import find_done_part, has_left_within_s
 from varuna_manager.domain.observed import GenerationView, Vms, WorkerView
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind
 from varuna_planner.schedule.batching import apportion, count_micro_batches
+from varuna_planner.schedule.policies import most_in_flight, parse_policy
 from varuna_proto.plan import Device, Plan
 
 LOSES_RANKS = frozenset(
@@ -46,8 +47,6 @@ HOLDING_EXITS = SURVIVABLE_EXITS | {ExitCause.SCRIPT_FAILED, ExitCause.OUT_OF_ME
 _LEAVES_NO_PROCESS = HOLDING_EXITS - SURVIVABLE_EXITS
 _LONG_REST_S = 10.0
 """Of a step, beside which it is short to ask the planner and to move the state."""
-_KEEPS_ALL_MICRO_BATCHES = "gpipe"
-"""This policy holds the activations of all micro-batches, and with fewer replicas each has more of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,7 @@ def assume_held(workers: Sequence[WorkerView], missing: Collection[WorkerView], 
 def plan_reshape(
     plan: Plan, workers: Sequence[WorkerView], usable: Collection[Device], most: int | None
 ) -> Reshape | None:
-    """The largest generation in place, or None if a stage has no survivor.
+    """The largest generation in place, or None if a stage has no survivor, or would need more memory than planned.
 
     Survivors that hold the newest step for which all stages have one go on, so that no committed step is lost. One that
     holds the step before has missed the agreement on the newest: all ranks had summed their gradients by then, so it
@@ -152,14 +151,13 @@ def plan_reshape(
         able = [worker for worker in survivors if worker.held_step in (step, step - 1)]
         stages = _by_stage(plan.p, able)
         d = min(plan.d, *map(len, stages), plan.d if most is None else most // plan.p)
-        if d < 1 or (d < plan.d and plan.policy == _KEEPS_ALL_MICRO_BATCHES):
+        if d < 1:
             continue
         knowing = {worker.rank // plan.p for worker in able if worker.held_step == step}
         placement = tuple(device for replica in _make_replicas(stages, d, knowing) for device in replica)
         ranks = {worker.device: worker.rank for worker in workers}
-        return Reshape(
-            plan=_with_replicas(plan, [ranks[device] for device in placement]), placement=placement, step=step
-        )
+        made = _with_replicas(plan, [ranks[device] for device in placement])
+        return None if made is None else Reshape(plan=made, placement=placement, step=step)
     return None
 
 
@@ -204,9 +202,9 @@ def _make_replicas(stages: Sequence[Mapping[int, Device]], d: int, knowing: Coll
     return [list(replica) for replica in zip(*filled, strict=True)]
 
 
-def _with_replicas(plan: Plan, ranks: Sequence[int]) -> Plan:
-    """The plan with the replicas that these ranks of it make. Its times are scaled by the micro-batches that pass a
-    stage, with the pipeline's filling; no profile is asked."""
+def _with_replicas(plan: Plan, ranks: Sequence[int]) -> Plan | None:
+    """The plan with the replicas that these ranks of it make; None: they would need more memory than planned. Its times
+    are scaled by the micro-batches that pass a stage, with the pipeline's filling; no profile is asked."""
     d = len(ranks) // plan.p
     shares: tuple[int, ...] = ()
     if plan.shares:
@@ -217,15 +215,39 @@ def _with_replicas(plan: Plan, ranks: Sequence[int]) -> Plan:
         ]
         shares = apportion(sum(plan.shares), weights)
     before, after = (
-        max(each, default=count_micro_batches(plan.global_batch, plan.micro_batch * replicas)) + plan.p - 1
+        max(each, default=count_micro_batches(plan.global_batch, plan.micro_batch * replicas))
         for each, replicas in ((plan.shares, plan.d), (shares, d))
     )
-    scale = after / before
+    run_ahead = _find_run_ahead(plan, before, after)
+    if run_ahead is None:
+        return None
+    scale = (after + plan.p - 1) / (before + plan.p - 1)
     return replace(
         plan,
         d=d,
+        run_ahead=run_ahead,
         shares=shares,
         gpu_types=tuple(plan.gpu_types[rank] for rank in ranks) if plan.gpu_types else (),
         predicted_minibatch_s=plan.predicted_minibatch_s * scale,
         examples_per_s=plan.examples_per_s / scale,
     )
+
+
+def _find_run_ahead(plan: Plan, before: int, after: int) -> int | None:
+    """The largest run-ahead, up to the plan's, that no stage lacks memory for; None: even without any, one would.
+
+    A stage has memory for as many micro-batches as the plan has in flight with `before` of them in the largest share,
+    and the share may have been the bound. Now the largest share is `after`.
+    """
+    code = parse_policy(plan.policy).code
+
+    def list_in_flight(count: int, run_ahead: int) -> list[int]:
+        return [most_in_flight(code, stage, plan.p, count, run_ahead) for stage in range(plan.p)]
+
+    planned = list_in_flight(before, plan.run_ahead)
+    # With the second one, the first stage has as many in flight as its share had, and so no later stage has more.
+    for run_ahead in (plan.run_ahead, before - plan.p):
+        needed = list_in_flight(after, run_ahead)
+        if run_ahead >= 0 and all(now <= then for now, then in zip(needed, planned, strict=True)):
+            return run_ahead
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -71,7 +72,10 @@ class DryRuns:
             found["reason"] = "no GPU is free: the job waits, or gets its share"
         else:
             limited = types if gpus == sum(counts.values()) else ()
-            plan, found["reason"] = await asyncio.to_thread(_choose, profile_json, spec, usable, gpus, limited)
+            zones = _count_zones(usable) if gpus == free else ()
+            plan, found["reason"] = await asyncio.to_thread(
+                _choose, profile_json, spec, usable, gpus, types=limited, zones=zones
+            )
             if plan is not None:
                 found["plan"] = cast(PlanDocument, plan.to_document())
                 found["cost_per_hour"] = _price(usable, plan.p * plan.d)
@@ -91,21 +95,38 @@ def _count_types(usable: list[VmDocument]) -> tuple[GpuCount, ...]:
     )
 
 
+def _count_zones(usable: list[VmDocument]) -> tuple[int, ...]:
+    """The free GPUs of each zone; those whose zone is not known are one more."""
+    zones = Counter[str]()
+    for vm in usable:
+        zones[vm["zone"] or ""] += _count_free(vm)
+    return tuple(zones.values())
+
+
 def _choose(
-    profile_json: str, spec: JobSpec, usable: list[VmDocument], gpus: int, types: Sequence[GpuCount]
+    profile_json: str,
+    spec: JobSpec,
+    usable: list[VmDocument],
+    gpus: int,
+    *,
+    types: Sequence[GpuCount],
+    zones: Sequence[int],
 ) -> tuple[Plan | None, str]:
     """The best plan and why; None and why there is none. Runs in a thread.
 
-    `types`: the GPUs by type, if there are several and all may be used.
+    Args:
+        types: the GPUs by type, if there are several and all may be used.
+        zones: the GPUs of each zone, if all may be used.
     """
+    memories = [vm["device_memory_bytes"] for vm in usable if vm["device_memory_bytes"]]
     question = ShapeQuestion(
         profile_json=profile_json,
         spec=spec,
-        device_memory_bytes=min((vm["device_memory_bytes"] or 0 for vm in usable), default=0) or None,
+        device_memory_bytes=min(memories, default=None),
         gpus_per_vm=min((vm["gpus"] for vm in usable), default=1),
     )
     try:
-        choice = question.choose_shape(gpus, types=types if len(types) > 1 else ())
+        choice = question.choose_shape(gpus, types=types if len(types) > 1 else (), zones=zones)
     except ValueError as error:
         return None, str(error)
     if choice.best is None:

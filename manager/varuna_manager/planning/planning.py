@@ -62,7 +62,7 @@ class PlanQuestion(ShapeQuestion):
 
     devices: tuple[Device, ...]
     zones: tuple[tuple[str, str], ...] = ()
-    """Each VM with its zone, where the fleet has several; else empty."""
+    """Each VM of `devices` and `previous` with its zone, where these are in several; else empty."""
     gpu_types: tuple[GpuOfVm, ...] = ()
     """Of each VM whose GPUs are known by name."""
     previous: tuple[Device, ...] = ()
@@ -74,7 +74,7 @@ class PlanQuestion(ShapeQuestion):
     previous_starts: tuple[int, ...] = ()
     """The first section of each of them; empty: not known."""
     present: Plan | None = None
-    """The plan of the running generation. The answer has its rate by the same profile."""
+    """The plan of the newest generation that trains or has trained. The answer has its rate by the same profile."""
     survivors: tuple[Device, ...] = ()
     """Devices whose processes have a part of the step under way. The answer also has the best plan that keeps it."""
     kept_micro_batch: int = 0
@@ -174,7 +174,8 @@ class PlanningService:
         return await asyncio.to_thread(_profile_error, profile_json)
 
     async def compare_profile(self, profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]) -> ProfileCheck:
-        """Compare a profile with `micro_batch_us`: the time of a micro-batch, forward and backward, of every rank."""
+        """Compare a profile with `micro_batch_us`: by rank, the time of a micro-batch, forward and backward. Some ranks
+        may have none."""
         return await asyncio.to_thread(_examine, profile_json, plan, micro_batch_us)
 
 
@@ -208,12 +209,12 @@ def _examine(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float])
         StageMeasurement(
             first=bounds[stage],
             stop=bounds[stage + 1],
-            replicas_us=tuple(micro_batch_us[rank] for rank in ranks),
+            replicas_us=tuple(micro_batch_us[rank] for rank in ranks if rank in micro_batch_us),
             gpu_type=gpu_type,
         )
         for (stage, gpu_type), ranks in groups.items()
     ]
-    drift = find_drift(profile, plan.micro_batch, stages)
+    drift = find_drift(profile, plan.micro_batch, [stage for stage in stages if stage.replicas_us])
     expected_us = dict(zip(groups, expected(profile, plan.micro_batch, stages), strict=True))
     return ProfileCheck(
         gpu_types=gpu_types,
@@ -276,7 +277,9 @@ def _explain_no_fit(question: PlanQuestion) -> str:
 
 
 def _predict_present(question: PlanQuestion, now: Plan) -> float | None:
-    """The rate of the running plan by the present profile; None: it does not fit."""
+    """The rate of the present plan by the present profile; None: it does not fit."""
+    if max([now.p - 1, *now.stage_starts]) >= len(parsed_profile(question.profile_json).sections):
+        return None  # it was made by the profile of another model
     from varuna_planner.search.auto_config import Pins
     from varuna_planner.search.mixed import predict_mixed_s
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from varuna_planner.documents import parse_document
 
 __all__ = [
+    "MOST_US",
     "AllReduceMeasurement",
     "GpuTypeSpeeds",
     "Link",
@@ -32,12 +33,12 @@ __all__ = [
 SCHEMA: Literal["varuna.profile/1"] = "varuna.profile/1"
 
 # Far above any measurement, and no sum or quotient of them is infinite: profiles come from jobs, unchecked.
-_MOST_US = 1e12
+MOST_US = 1e12
 _MOST_BYTES = 2**60
 _MOST_COUNT = 2**31 - 1
 _MOST_CONNECTIONS = 64
 
-Microseconds = Annotated[float, Field(ge=0, le=_MOST_US, allow_inf_nan=False)]
+Microseconds = Annotated[float, Field(ge=0, le=MOST_US, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=_MOST_BYTES)]
 Speed = Annotated[float, Field(gt=1e-6, lt=1e6, allow_inf_nan=False)]
 
@@ -167,7 +168,7 @@ class AllReduceMeasurement(_ProfileRecord):
     """Workers in the ring."""
     bytes: Annotated[int, Field(ge=1, le=_MOST_BYTES)]
     """What each of them brings."""
-    us: Annotated[float, Field(gt=0, le=_MOST_US, allow_inf_nan=False)]
+    us: Annotated[float, Field(gt=0, le=MOST_US, allow_inf_nan=False)]
     """From its start to its end, in microseconds."""
     rings: Annotated[int, Field(ge=1, le=_MOST_COUNT)] = 1
     """Rings at once, this one among them: those of the stages whose workers share their VMs' network."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from varuna_planner.profile.document import GpuTypeSpeeds, Profile, SectionProfile
+from varuna_planner.profile.document import MOST_US, GpuTypeSpeeds, Profile, SectionProfile
 from varuna_planner.profile.speed import select_gpu_type
 
 __all__ = ["THRESHOLD", "Drift", "StageMeasurement", "expected", "find_drift"]
@@ -175,7 +175,7 @@ def _correct_profile(
     return profile.model_copy(
         update={
             "sections": tuple(map(_scaled, profile.sections, own_factors)),
-            "stage_overhead_us": profile.stage_overhead_us * (1.0 if own is None else own.common),
+            "stage_overhead_us": min(profile.stage_overhead_us * (1.0 if own is None else own.common), MOST_US),
             "other_gpu_types": tuple(
                 GpuTypeSpeeds(gpu_type=gpu_type, section_speeds=section_speeds)
                 for gpu_type, section_speeds in speeds.items()
@@ -196,9 +196,10 @@ def _describe_correction(gpu_type: str, correction: _TypeCorrection, profile: Pr
 
 
 def _scaled(section: SectionProfile, factor: float) -> SectionProfile:
+    """No time is more than a profile can hold, whatever a worker reports."""
     times = ("forward_us", "recompute_us", "backward_us")
     measurements = tuple(
-        measurement.model_copy(update={name: getattr(measurement, name) * factor for name in times})
+        measurement.model_copy(update={name: min(getattr(measurement, name) * factor, MOST_US) for name in times})
         for measurement in section.measurements
     )
     return section.model_copy(update={"measurements": measurements})

@@ -671,7 +671,7 @@ class WorkerHealth(_message.Message):
     rank: _builtins.int
     step: _builtins.int
     forward_us: _builtins.int
-    """median compute time per micro-batch of the last step, in µs, without waiting"""
+    """median compute time per whole micro-batch of the last step, in µs, without waiting; 0: it ran none"""
     backward_us: _builtins.int
     memory_bytes: _builtins.int
     wait_us: _builtins.int

@@ -645,7 +645,7 @@ class StepDone(_message.Message):
     examples: _builtins.int
     """of the global batch"""
     forward_us: _builtins.int
-    """median per micro-batch, without waiting"""
+    """median per whole micro-batch, without waiting; 0: it ran none"""
     backward_us: _builtins.int
     wait_us: _builtins.int
     memory_bytes: _builtins.int

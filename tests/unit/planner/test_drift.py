@@ -198,3 +198,14 @@ def test_a_worker_that_reports_nonsense_leaves_a_profile_that_can_be_read() -> N
         drift = find_drift(known, 1, [stage(0, 2, us, on="A100")])
         assert drift is not None
         assert Profile.from_json(drift.profile.to_json()).other_gpu_types
+
+
+@pytest.mark.parametrize("us", [2.0**53, 1e300])
+def test_a_profile_that_is_corrected_can_be_read_again(us: float) -> None:
+    """Whatever workers report: a profile that cannot be read would end the job."""
+    found = find_drift(profile(10, 10, overhead_us=1.0), 1, [stage(0, 2, us)])
+    assert found is not None
+    assert Profile.from_json(found.profile.to_json()) == found.profile
+    other = find_drift(profile(10, 10, own_type="V100"), 1, [stage(0, 2, us, on="A100")])
+    assert other is not None
+    assert Profile.from_json(other.profile.to_json()) == other.profile

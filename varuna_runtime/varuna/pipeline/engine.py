@@ -197,7 +197,7 @@ class Engine:
         # messages never wait, and the next message has arrived when a backward has made room for its forward.
         run = PassState(
             micro_batches,
-            PassTimer(self._device),
+            PassTimer(self._device, sizes),
             MessageIntake(self._links.activations_in, self._stage.receives, sizes, cap + 1),
             MessageIntake(self._links.gradients_in, gradients, sizes, cap),
         )

@@ -42,9 +42,9 @@ class PassResult:
     expected_weight: float
     """The number that the backwards were divided by."""
     forward_us: int
-    """Median per micro-batch."""
+    """Median over the largest micro-batches."""
     backward_us: int
-    """Median per micro-batch."""
+    """Median over the largest micro-batches."""
     wait_us: int
     """Time in which no op ran."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -26,7 +26,7 @@ class _TimedOp:
 
 @dataclass(frozen=True, kw_only=True)
 class OpTimes:
-    """Medians over a pass, in microseconds; 0 for an op that the stage does not do."""
+    """Medians over the largest micro-batches of a pass, in microseconds; 0 for an op that the stage does not do."""
 
     forward_us: int = 0
     recompute_us: int = 0
@@ -36,8 +36,9 @@ class OpTimes:
 class PassTimer:
     """Times the ops of a pass: with the clock on a CPU, with events on an accelerator, which runs ops later."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, sizes: Sequence[int]) -> None:
+        """`sizes`: the examples in each micro-batch of the pass."""
+        self._device, self._sizes = device, sizes
         self._began_ns = time.perf_counter_ns()
         self._ops: list[_TimedOp] = []
         self._events: list[tuple[str, int, torch.Event, torch.Event]] = []
@@ -65,12 +66,15 @@ class PassTimer:
         if self._events:
             self._ops = self._read_events()
         elapsed_ns = time.perf_counter_ns() - self._began_ns
+        # The last micro-batch may be smaller. In a short pass its times would make the stage look faster than it is.
+        largest = max((self._sizes[op.micro_batch] for op in self._ops), default=0)
         durations: dict[str, list[int]] = {}
         for op in self._ops:
-            durations.setdefault(op.name, []).append(op.end_ns - op.begin_ns)
+            if self._sizes[op.micro_batch] == largest:
+                durations.setdefault(op.name, []).append(op.end_ns - op.begin_ns)
             timeline.add_span(OPS, f"{op.name}{op.micro_batch}", op.begin_ns, op.end_ns, micro_batch=op.micro_batch)
         medians_us = {name: round(median(each) / 1e3) for name, each in durations.items()}
-        idle_ns = elapsed_ns - sum(map(sum, durations.values()))
+        idle_ns = elapsed_ns - sum(op.end_ns - op.begin_ns for op in self._ops)
         op_times = OpTimes(
             forward_us=medians_us.get("F", 0), recompute_us=medians_us.get("R", 0), backward_us=medians_us.get("B", 0)
         )

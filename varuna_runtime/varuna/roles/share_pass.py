@@ -82,7 +82,8 @@ class SharePass:
             unit = self._find_micro_batch(step)
             share = KeptShare(tuple(micro_batch.index for micro_batch in ran), passed, unit)
             share = share if kept is None else kept.join(share)
-            if unit != plan.micro_batch:  # the stage would look faster than it is
+            largest = max((micro_batch.examples for micro_batch in ran), default=unit)
+            if largest != plan.micro_batch:  # the stage would look faster than it is
                 share = replace(share, passed=share.passed.without_op_times())
             step.passed, step.kept = share.passed, share if may_keep else None
             if limit.agreed is not None:
@@ -130,8 +131,8 @@ class SharePass:
         if self._membership.is_last_step(step):
             examples = self._parts.inputs.join_inputs(step.rest.numbers, step.inputs)
         elif spans:
-            if step.batch is None:  # of a new process, whose script gives other inputs than those of the survivors
-                raise ValueError("the inputs are not one of the batches that varuna.data.Batches made last")
+            self._membership.require_batch(step)
+            assert step.batch is not None
             examples = step.batch.fetch_examples(spans.values())
         return cut_spans(pin_inputs(stage.empty_unread_inputs(examples), self._parts.device), spans)
 

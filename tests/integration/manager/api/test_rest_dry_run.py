@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,25 @@ async def test_types_of_gpu_are_mixed_as_they_would_be(world: RestWorld) -> None
     assert (few["all_gpus"], few["plan"]["p"]) == (1, 1), "of equally many that it uses, the first by name"
     await world.change(earlier, state="running")
     assert (await try_job(world, TEXT))["free_gpus"] == 2, "another job shares the fleet"
+
+
+async def test_a_vm_whose_memory_is_not_known_has_as_much_as_the_smallest(world: RestWorld) -> None:
+    """As for the job itself."""
+    await world.add(*(vm(f"vm-{number}", device_memory_bytes=1000 if number else None) for number in range(2)))
+    earlier = (await world.ask("POST", "/api/v1/jobs", json=SPEC)).json()["id"]
+    await world.change(earlier, state="succeeded", active_name=None, profile_json=profile_json())
+    found = await try_job(world, TEXT)
+    assert (found["plan"], found["reason"]) == (None, "no plan fits 2 GPUs now: the job waits for more")
+
+
+async def test_stages_in_two_zones_have_the_link_between_zones(world: RestWorld) -> None:
+    await world.add(*(vm(f"vm-{number}", zone=f"zone-{number}") for number in range(2)))
+    profile = json.loads(profile_json())
+    profile["links"]["other_zone"] = {**profile["links"]["other_vm"], "latency_us": 50_000.0}
+    earlier = (await world.ask("POST", "/api/v1/jobs", json=SPEC)).json()["id"]
+    await world.change(earlier, state="succeeded", active_name=None, profile_json=json.dumps(profile))
+    found = await try_job(world, TEXT + "plan: {p: 2}\n")
+    assert found["reason"].endswith("some replicas cross from one zone to another")
 
 
 async def test_what_is_typed_is_neither_audited_nor_limited_as_a_change(world: RestWorld) -> None:

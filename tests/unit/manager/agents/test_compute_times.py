@@ -24,6 +24,38 @@ def test_a_look_waits_for_enough_steps_of_every_rank() -> None:
     assert found[1].mad_us == 0
 
 
+def test_a_rank_that_times_nothing_is_left_out_and_keeps_no_look_waiting() -> None:
+    """Its share is a short micro-batch, whose times are not compared."""
+    times = ComputeTimes()
+    for step in range(1, STEPS_NEEDED + 1):
+        assert times.collect_times("job", 1, ["vm", "vm"]) is None
+        times.record_workers("vm", [health(0, step), health(1, step, forward_us=0)])
+    for step in range(STEPS_NEEDED + 1, 2 * STEPS_NEEDED + 1):
+        found = times.collect_times("job", 1, ["vm", "vm"])
+        assert (found is None) is (step > STEPS_NEEDED + 1), "each look is at new steps"
+        assert found is None or list(found) == [0]
+        times.record_workers("vm", [health(0, step), health(1, step, forward_us=0)])
+    assert times.collect_times("job", 1, ["vm", "vm"]) is not None
+    assert times.collect_times("job", 1, ["vm", "silent"]) is None
+
+
+def test_a_rank_that_times_some_of_its_steps_is_waited_for() -> None:
+    times = ComputeTimes()
+    for step in range(1, 2 * STEPS_NEEDED):
+        assert times.collect_times("job", 1, ["vm"]) is None
+        times.record_workers("vm", [health(0, step, forward_us=10 if step % 2 else 0)])
+    found = times.collect_times("job", 1, ["vm"])
+    assert found is not None
+    assert found[0].steps == STEPS_NEEDED
+
+
+def test_a_job_without_a_time_is_not_compared() -> None:
+    times = ComputeTimes()
+    for step in range(1, 2 * STEPS_NEEDED):
+        times.record_workers("vm", [health(0, step, forward_us=0)])
+    assert times.collect_times("job", 1, ["vm"]) is None
+
+
 def test_every_look_is_at_new_steps() -> None:
     times = ComputeTimes()
     for step in range(1, STEPS_NEEDED + 1):

@@ -29,6 +29,7 @@ from varuna_manager.domain.keepers import (
     find_kept,
     find_marks_obstacle,
 )
+from varuna_manager.domain.observed import Proposal
 from varuna_proto.plan import Plan
 from varuna_proto.state_use import ACCUMULATES, OTHER_STAGES, OWN_GROUPS
 
@@ -299,6 +300,21 @@ def test_a_generation_that_was_slower_than_predicted_makes_the_next_ones_steps_l
     before = generation(2, plan=replace(plan, predicted_minibatch_s=4.0))
     assert expect_step_s(None, plan) == expect_step_s(before, plan) == 2.0
     assert expect_step_s(replace(before, mean_step_s=36.0), plan) == 18.0
+
+
+def test_a_corrected_profile_makes_steps_longer_only_once() -> None:
+    """Its plans are predicted with what the steps before took. So these are compared with what it predicts of them."""
+    plan = Plan(p=2, d=1, micro_batch=1, global_batch=8, predicted_minibatch_s=20.0)
+    before = generation(2, plan=replace(plan, predicted_minibatch_s=10.0), mean_step_s=20.0)
+    corrected = Proposal(plan=plan, present_examples_per_s=8 / 20.0)
+    assert expect_step_s(before, plan, corrected) == 20.0
+    assert expect_step_s(replace(before, mean_step_s=30.0), plan, corrected) == pytest.approx(30.0)
+    kept = replace(plan, d=2, predicted_minibatch_s=12.0)
+    keeping = replace(corrected, keeping=Proposal(plan=kept))
+    assert expect_step_s(replace(before, mean_step_s=30.0), kept, keeping) == pytest.approx(18.0)
+    assert expect_step_s(before, plan, replace(corrected, present_examples_per_s=None)) == 20.0, "nothing to compare"
+    in_place = replace(plan, d=2, predicted_minibatch_s=5.0)
+    assert expect_step_s(before, in_place, corrected) == 10.0, "that of a shape in place is of the earlier profile"
 
 
 def test_more_stages_than_are_placed_together() -> None:

@@ -15,6 +15,7 @@ from varuna_manager.domain.job_decision import wants_plan
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, VmView, WorkerView
 from varuna_manager.domain.reshaping import count_kept_replicas, keeps_state, may_gain_elsewhere, plan_reshape
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationState, JobState, StopMode, VmState
+from varuna_planner.schedule.policies import Policy, most_in_flight
 from varuna_proto.plan import Device, Plan
 
 NAMES = "abcdefgh"
@@ -154,9 +155,65 @@ def test_a_replica_made_up_of_two_is_as_slow_as_the_slower() -> None:
     assert (made.plan.shares, made.plan.gpu_types) == ((16,), ("A", "B"))
 
 
-def test_a_schedule_that_keeps_all_activations_does_not_get_more_of_them() -> None:
-    workers = [survivor(0, "a"), lost(1, "b")]
-    assert plan_reshape(plan(1, 2, policy="gpipe"), workers, {Device("a", 0)}, None) is None
+@pytest.mark.parametrize(
+    "before",
+    [
+        plan(1, 2, policy="gpipe"),
+        plan(4, 2, global_batch=4),  # 2 micro-batches in flight become 4
+        plan(4, 2, global_batch=4, policy="1f1b"),
+    ],
+    ids=["gpipe", "fewer micro-batches than stages", "1f1b"],
+)
+def test_a_schedule_that_would_keep_more_activations_whatever_its_run_ahead_asks_the_planner(before: Plan) -> None:
+    workers = [survivor(rank, f"vm{rank}") for rank in range(before.p)]
+    assert plan_reshape(before, workers, {one.device for one in workers}, None) is None
+    alone = replace(before, d=1)
+    assert plan_reshape(alone, workers, {one.device for one in workers}, None) is not None, "they are as many as before"
+
+
+def test_a_replica_less_runs_ahead_only_as_far_as_there_is_memory() -> None:
+    """The first of 4 stages has room for the 8 micro-batches of its replica, and runs 10 with a replica less."""
+    before = plan(4, 8, global_batch=64, run_ahead=7, memory_bytes=(4, 3, 2, 1))
+    workers = [survivor(rank, f"vm{rank}") for rank in range(28)]
+    made = plan_reshape(before, workers, {one.device for one in workers}, None)
+    assert made is not None
+    assert (made.plan.d, made.plan.run_ahead, made.plan.memory_bytes) == (7, 4, before.memory_bytes)
+    uneven = replace(before, d=2, global_batch=24, shares=(14, 10), run_ahead=8)
+    made = plan_reshape(uneven, workers[:4], {one.device for one in workers}, None)
+    assert made is not None
+    assert (made.plan.shares, made.plan.run_ahead) == ((24,), 8), "14 were more than it ever had in flight"
+
+
+@given(
+    p=st.integers(1, 6),
+    d=st.integers(1, 6),
+    left=st.integers(1, 6),
+    share=st.integers(1, 24),
+    run_ahead=st.integers(0, 12),
+    policy=st.sampled_from([each for each in Policy if each.executable]),
+)
+def test_no_stage_in_place_has_more_in_flight_than_its_memory_was_planned_for(
+    p: int, d: int, left: int, share: int, run_ahead: int, policy: Policy
+) -> None:
+    before = plan(p, d, global_batch=share * d, run_ahead=run_ahead, policy=policy.value)
+    workers = [survivor(rank, f"vm{rank}") for rank in range(p * min(left, d))]
+
+    def count_in_flight(made: Plan, run_ahead: int) -> list[int]:
+        N = -(-made.global_batch // made.d)
+        return [most_in_flight(policy.code, stage, p, N, run_ahead) for stage in range(p)]
+
+    def fits(made: Plan, run_ahead: int) -> bool:
+        planned = count_in_flight(before, before.run_ahead)
+        return all(now <= then for now, then in zip(count_in_flight(made, run_ahead), planned, strict=True))
+
+    made = plan_reshape(before, workers, {one.device for one in workers}, None)
+    smaller = replace(before, d=min(left, d))
+    if made is None:
+        assert not fits(smaller, 0)
+        return
+    assert made.plan.run_ahead <= run_ahead
+    assert fits(made.plan, made.plan.run_ahead)
+    assert made.plan.run_ahead == run_ahead or not fits(made.plan, made.plan.run_ahead + 1), "it is the largest"
 
 
 # ---------------------------------------------------------------- the start

@@ -143,6 +143,18 @@ async def test_each_rank_is_compared_with_the_times_of_its_type() -> None:
     assert found.drift.startswith("forward and backward on K80 take 1.00 times as long as on V100")
 
 
+async def test_a_rank_without_a_time_does_not_count() -> None:
+    plan = Plan(p=2, d=2, micro_batch=1, global_batch=2, stage_starts=(0, 1), gpu_types=("V100", "V100", "K80", "K80"))
+    known = profile().model_copy(update={"gpu_type": "V100"}).to_json()
+    found = await PlanningService().compare_profile(known, plan, {0: 4500.0, 1: 4500.0})
+    assert found.drift == "forward and backward on V100 take 1.50, 1.50 times as long as profiled: the profile is " + (
+        "corrected as a whole"
+    )
+    assert found.expected_us == (3000.0,) * 4
+    assert found.corrected_json is not None
+    assert Profile.from_json(found.corrected_json).known_gpu_types == {"V100"}, "nobody knows the speed of the other"
+
+
 async def test_a_plan_without_types_is_for_the_profiles_own() -> None:
     plan = Plan(p=2, d=1, micro_batch=1, global_batch=4, stage_starts=(0, 1))
     known = profile().model_copy(update={"gpu_type": "V100"}).to_json()
@@ -155,6 +167,10 @@ async def test_growth_is_weighed_by_one_profile() -> None:
     present = Plan(p=1, d=1, micro_batch=1, global_batch=4, stage_starts=(0,), examples_per_s=1e9)
     answer = await service.propose_plan(replace(question(profile().to_json()), present=present))
     assert answer.present_examples_per_s == pytest.approx(1e6 / 6000, rel=0.2), "not what the old profile promised"
+    for other in (replace(present, p=3, stage_starts=(0, 1, 2)), replace(present, p=3, stage_starts=())):
+        answer = await service.propose_plan(replace(question(profile().to_json()), present=other))
+        assert answer.plan is not None
+        assert answer.present_examples_per_s is None, "it was made by the profile of another model"
 
 
 def several_sizes(kept_for: str) -> str:
