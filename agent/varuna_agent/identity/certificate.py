@@ -38,6 +38,8 @@ _TIMEOUT_S = 15.0
 _MOST_RETRY_S = 300.0
 _MOST_SLEEP_S = 3600.0
 _FATAL = frozenset({400, 401, 403, 404, 409, 413, 422})
+_NOT_YET_VALID = "certificate is not yet valid"
+"""What OpenSSL says where this VM's clock is slow, or the manager's was fast: it goes away when that is set."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,10 @@ async def _join(
                 return await asyncio.wait_for(_join_once(url, vm_id, token, key=key, ca_file=ca_file), 2 * _TIMEOUT_S)
             except (httpx.TransportError, TimeoutError, _LaterError) as error:
                 _raise_if_other(error, url)
-                _log.info("not joined yet", manager=url, reason=str(error) or type(error).__name__)
+                reason = str(error) or type(error).__name__
+                if _NOT_YET_VALID in reason:
+                    reason += ": compare the clocks of this VM and of the manager"
+                _log.info("not joined yet", manager=url, reason=reason)
         await asyncio.sleep(backoff.next_s())
 
 
@@ -264,7 +269,7 @@ async def _pinned_authority(url: str, pin: str) -> str:
 def _raise_if_other(error: BaseException, url: str) -> None:
     """Raise JoinError for an error that does not go away by waiting."""
     text = str(error)
-    if "CERTIFICATE_VERIFY_FAILED" in text:
+    if "CERTIFICATE_VERIFY_FAILED" in text and _NOT_YET_VALID not in text:
         raise JoinError(
             f"the certificate of {url} cannot be trusted ({text}): dial a name that the manager has in --server-names, "
             "or give --join-ca if its certificate is not from its own authority"

@@ -402,6 +402,8 @@ class AgentState:
 
         If none of its workers are here, its Launch may have been lost on the way. A late Launch would be refused from
         now on, and the manager must know that, or it would wait for ever for the ends of workers that never started.
+
+        What gives its state to a generation that is to save it stays until that has it.
         """
         key = (stop.job_id, stop.generation)
         if all(worker.key.generation_key != key for worker in self.workers):
@@ -426,13 +428,23 @@ class AgentState:
         if stop.keep_state:
             self._workers.keep_survivors_longer(stop.job_id, stop.generation, stop.grace_s)
         else:
+            saving = stop.generation if stop.mode == agent_pb2.STOP_MODE_SAVE_FIRST else None
             yield from self._workers.end_survivors(
-                lambda survivor: survivor.key.job_id == stop.job_id and survivor.newest_generation <= stop.generation,
+                lambda survivor: (
+                    survivor.key.job_id == stop.job_id
+                    and survivor.newest_generation <= stop.generation
+                    and survivor.gives_to != saving
+                ),
                 reason,
             )
             yield from self._workers.end_newcomers(lambda newcomer: newcomer.key.job_id == stop.job_id, reason)
             yield from self._workers.free_memories(
-                lambda memory: memory.key.job_id == stop.job_id and memory.key.generation < stop.generation, reason
+                lambda memory: (
+                    memory.key.job_id == stop.job_id
+                    and memory.key.generation < stop.generation
+                    and memory.gives_to != saving
+                ),
+                reason,
             )
 
     def _handle_drain(self, reason: str, now: float) -> Iterator[Instruction]:

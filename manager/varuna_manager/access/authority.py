@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _CA_LIFE = timedelta(days=3650)
-_MOST_BACKDATED = timedelta(minutes=5)
-"""Certificates are valid from a little before now, because the clocks of VMs differ."""
+_MOST_BACKDATED = timedelta(days=1)
+"""Certificates are valid from before now, because clocks differ: one that is taken for local time by hours."""
 AGENT_ORGANISATION = "varuna agent"
 
 
@@ -37,6 +37,10 @@ class KeyPair:
 
     key_pem: bytes
     certificate_pem: bytes
+
+    @property
+    def not_before(self) -> datetime:
+        return x509.load_pem_x509_certificate(self.certificate_pem).not_valid_before_utc
 
     @property
     def not_after(self) -> datetime:

@@ -29,7 +29,7 @@ class OperatorFiles:
 
 
 class ServerTls:
-    """Makes a certificate at each start, and a new one when a third of its lifetime is left.
+    """Makes a certificate at each start, and a new one when a third of its lifetime is left, or it is not valid yet.
 
     Raises AuthorityError if the operator's files cannot be used.
 
@@ -66,15 +66,20 @@ class ServerTls:
     async def run(self) -> None:
         """Renew the certificates for ever. Open connections go on."""
         while True:
-            left = self._pair.not_after - datetime.now(UTC) - self._life / 3
-            await asyncio.sleep(min(_MOST_WAIT_S, max(left.total_seconds(), 0.1)))
-            if left <= timedelta(0):
+            left_s = self._find_left_s()
+            await asyncio.sleep(min(_MOST_WAIT_S, max(left_s, 0.1)))
+            if left_s <= 0:
                 self._pair = self._authority.make_server_pair(self._names, self._life)
                 self._log.info("the manager's certificate was renewed", until=self._pair.not_after.isoformat())
             try:
                 self._load()
             except (AuthorityError, OSError) as error:  # a full disk, say
                 self._log.error("the certificate for REST was not replaced", error=str(error))
+
+    def _find_left_s(self) -> float:
+        """The time until it is due to be renewed. It is when a clock that was set back makes it valid only later."""
+        now = datetime.now(UTC)
+        return 0.0 if now < self._pair.not_before else (self._pair.not_after - now - self._life / 3).total_seconds()
 
     def _load(self) -> None:
         """Use the present certificate for new HTTPS connections. Raises AuthorityError, OSError."""

@@ -102,6 +102,7 @@ class FleetSize:
         self._requesters = _make_requesters(provider, parts)
         """By pool; of a provider without pools the only one, under an empty name."""
         self._idle_since: dict[str, float] = {}
+        """By VM, by the monotonic clock."""
         self._enough: tuple[frozenset[str], int, float] | None = None
         """(jobs, VMs, time): this many VMs were enough for these jobs at that time."""
         self._last_emitted: tuple[str, int, tuple[tuple[str, int], ...]] | None = None
@@ -165,7 +166,7 @@ class FleetSize:
         known = [offer.hazard_per_hour for offer in offers.values() if offer.hazard_per_hour is not None]
         registry.market_hazard = max(known, default=None)
         async with self._database.read() as session:
-            idle_s = self._note_idle(views.values())
+            idle_s = self._note_idle(views.values(), registry.monotonic_s())
             row = await session.get(FleetRow, self._provider.name)
             target = await self._find_target(session, row, views.values(), idle_s, offers)
             requests = {
@@ -230,9 +231,8 @@ class FleetSize:
         others = f"; {ask} for other GPUs than those on offer" if unfit else ""
         return _Target(target, why + others, gpu_types, len(jobs) + unfit == 1 and all(job.mixes_types for job in jobs))
 
-    def _note_idle(self, views: Iterable[VmView]) -> dict[str, float]:
-        """Record how long each VM that could work has been idle."""
-        now = self._now()
+    def _note_idle(self, views: Iterable[VmView], now: float) -> dict[str, float]:
+        """Record how long each VM that could work has been idle. `now`: by a clock that cannot be set."""
         idle = {view.id for view in views if view.state is VmState.READY and view.workers == 0}
         self._idle_since = {vm_id: self._idle_since.get(vm_id, now) for vm_id in idle}
         return {vm_id: now - since for vm_id, since in self._idle_since.items()}

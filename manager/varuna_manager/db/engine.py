@@ -34,6 +34,7 @@ from varuna_manager.db.changes import ChangedRows, TrackedSession
 
 _AFTER_COMMIT = "varuna_after_commit"
 _CONNECT_S = 5.0
+_CLOSE_S = 2.0
 _LOST_CLASSES = ("08", "57P", "53300")
 """SQLSTATEs: connection lost; server shutting down or just starting; too many connections."""
 _FULL_CLASSES = ("53100",)
@@ -202,7 +203,14 @@ class Database:
                 await connection.run_sync(schema.upgrade)
 
     async def close(self) -> None:
-        await self.engine.dispose()
+        """Close all connections; those of a server that does not answer, within seconds and without its word."""
+        limit_s = _CLOSE_S if self.is_shared(self.url) else None
+        while True:
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await self.engine.dispose()
+            except TimeoutError:
+                limit_s = 0.0  # the one that was waited for is closed, and out of the pool
 
     @contextmanager
     def _guard_mirrors(self) -> Iterator[_Commit]:

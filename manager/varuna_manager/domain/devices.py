@@ -7,6 +7,7 @@ start from warmed processes, a VM without one therefore counts as not yet arrive
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from varuna_manager.domain.better_shape import count_vms, find_worthwhile_ratio, gpu_limit, list_slow_vms
 from varuna_manager.domain.clock import is_within
@@ -69,6 +70,18 @@ def list_waiting_devices(now: float, job: JobView, rules: Rules) -> frozenset[De
     if (generation.end_cause or stop_cause) not in PLANNED_STOPS or is_over:
         return frozenset()
     return frozenset(worker.device for worker in generation.workers if worker.held_step is not None)
+
+
+def keep_waiting_share(now: float, job: JobView, rules: Rules) -> JobView:
+    """The job with a share of at least the devices where its processes wait between two generations.
+
+    They have saved nothing, so a smaller share would lose what they hold. The next generation takes it, and leaves
+    again with a save (`decide_shrinking`).
+    """
+    if job.share is None or job.generation is None or job.generation.live:
+        return job
+    waiting = len(list_waiting_devices(now, job, rules).intersection(job.devices))
+    return replace(job, share=waiting) if waiting > job.share and waiting >= job.min_gpus else job
 
 
 def _leave_out_unprepared(now: float, job: JobView, devices: list[Device], vms: Vms, rules: Rules) -> list[Device]:

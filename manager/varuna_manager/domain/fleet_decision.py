@@ -237,7 +237,8 @@ def backoff_s(refusals: int, kind: RefusalKind = RefusalKind.CAPACITY) -> float:
 
 def _is_to_be_deleted(now: float, vm: VmView, rules: Rules) -> bool:
     if vm.state is VmState.REQUESTED:
-        return vm.age_s(now) >= rules.request_timeout_s
+        # The age alone says nothing of a VM that has just been taken in, or that started while no manager listened.
+        return min(vm.age_s(now), vm.silent_s(now)) >= rules.request_timeout_s
     if vm.state is VmState.LOST:
         return vm.silent_s(now) >= max(rules.lease_s, rules.restart_grace_s)
     if vm.state is not VmState.DRAINING or vm.workers:

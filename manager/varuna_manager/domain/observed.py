@@ -118,7 +118,7 @@ class Rules:
     notice_overdue_s: float = 120.0
     """A VM that still exists this long after its deadline is given back: it has left every job."""
     request_timeout_s: float = 120.0
-    """Time that a requested VM has until its agent connects."""
+    """Time that a requested VM has until its agent connects, while there is a manager that can admit it."""
 
     @property
     def overdue_s(self) -> float:
@@ -138,7 +138,7 @@ class Proposal:
     possible: bool = True
     """False: there is no plan for any number of GPUs."""
     present_examples_per_s: float | None = None
-    """The rate of the running generation's shape by the same profile; None: none runs, or it does not fit."""
+    """The rate of the newest generation's shape by the same profile; None: none has trained, or it does not fit."""
     moves: StateMoves = NO_MOVES
     """The time in which the state goes from the memories of the newest generation to this placement. What is late of
     it comes while the next step trains, if no process is new."""
@@ -157,7 +157,8 @@ class VmView:
     connected_since_start: bool = True
     """False: its agent has not connected since the manager started."""
     silent_since: float | None = None
-    """When the last message of its agent arrived, or when the manager started; None: its heartbeats arrive in time."""
+    """When the last message of its agent arrived. Before the first: when the manager started, took the VM in, or last
+    could not admit the agent. None: its heartbeats arrive in time."""
     ready_since: float | None = None
     """When its agent connected; None: it is not connected."""
     created_at: float = 0.0
@@ -434,8 +435,10 @@ class GenerationView:
 
     @property
     def stop_mode(self) -> StopMode:
-        """How its workers leave when there is time: they save if they have a state that may not be saved."""
-        return StopMode.SAVE_FIRST if self.has_new_state else StopMode.LEAVE_NOW
+        """How its workers leave when there is time: they save if they have a state that may not be saved, or are taking
+        it from the memories of others."""
+        is_taking = self.kind is GenerationKind.TRAINING and self.holders is not None
+        return StopMode.SAVE_FIRST if self.has_new_state or is_taking else StopMode.LEAVE_NOW
 
     @property
     def has_new_state(self) -> bool:

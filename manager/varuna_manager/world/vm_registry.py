@@ -72,6 +72,8 @@ class NewcomerReport:
 class _Live:
     last_message_at: float | None = None
     """None: its agent has not connected since the manager started."""
+    expected_since: float | None = None
+    """From when on its agent's first message is expected; None: since the manager started."""
     is_late: bool = False
     """Whether the missing heartbeat counts as a change already."""
     connected: bool = False
@@ -165,6 +167,14 @@ class VmRegistry:
             setting_up=live.setting_up,
             newcomers=live.newcomers,
         )
+
+    def expect_hello(self, vm_id: str) -> None:
+        """Expect the first message of a listed VM's agent from now on: the manager did not know the VM before, or could
+        not admit its agent."""
+        live = self._live.get(vm_id)  # none of others, because whoever dials gives a name
+        if live is not None:
+            live.expected_since = self._now()
+            self._note_change(live)
 
     def add_heartbeat(
         self,
@@ -334,7 +344,8 @@ class VmRegistry:
         """
         live = self._live.get(row.id) or _Live(changed_at=self._started_at)
         ahead_s = now - self._now()
-        last_message_at = self._started_at if live.last_message_at is None else live.last_message_at
+        expected_since = self._started_at if live.expected_since is None else live.expected_since
+        last_message_at = expected_since if live.last_message_at is None else live.last_message_at
         is_silent = live.last_message_at is None or self._is_late(live)
         return VmView(
             id=row.id,

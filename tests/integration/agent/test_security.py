@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import random
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from datetime import datetime, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
+import trustme
+from structlog.testing import capture_logs
 
 from agent_world import FakeManager, StandbyManager
 from secure_world import SecureManager
@@ -25,7 +29,7 @@ from varuna_agent.link.manager_link import ManagerLink
 from varuna_manager.access.authority import AgentSubject, open_authority
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, until
 
 VM = "local-1"
 pytestmark = pytest.mark.xdist_group("secure")  # one manager for all
@@ -99,6 +103,32 @@ async def test_a_server_without_tls_is_none_to_join(tmp_path: Path) -> None:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(JoinError, match="speaks no TLS"):
             await join(tmp_path, JoinToken.parse_text(f"vj1.a.b.{'0' * 64}"), f"https://127.0.0.1:{port}")
+
+
+async def test_a_vm_whose_clock_is_slow_waits_until_the_managers_certificate_is_valid(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    later = datetime.now(UTC) + timedelta(hours=1)
+    authority.issue_cert("127.0.0.1", not_before=later, not_after=later + timedelta(days=1)).configure_cert(context)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        status, body = (b"200 OK", authority.cert_pem.bytes()) if request.startswith(b"GET") else (b"403 No", b"")
+        writer.write(b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    pin = hashlib.sha256(ssl.PEM_cert_to_DER_cert(authority.cert_pem.bytes().decode())).hexdigest()
+    async with server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with capture_logs() as log:
+            joining = asyncio.create_task(join(tmp_path, JoinToken.parse_text(f"vj1.a.b.{pin}"), url))
+            await until(lambda: log, "an attempt", beside=joining)
+            authority.issue_cert("127.0.0.1").configure_cert(context)
+            with pytest.raises(JoinError, match="does not take VM"):
+                await joining
+    assert log[0]["event"] == "not joined yet"
+    assert "compare the clocks of this VM and of the manager" in log[0]["reason"]
 
 
 async def test_a_vm_waits_for_a_manager_that_is_not_there_yet(manager: SecureManager, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A line to PostgreSQL that a test cuts: to whoever is behind it, the server is away, and to all others it is not."""
+"""A line to PostgreSQL that a test cuts or blocks: to whoever is behind it, the server is away; to others it is not."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class PostgresLine:
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._listener: socket.socket | None = None
+        self._is_passing = True
         self.mend()
 
     def cut(self) -> None:
@@ -38,6 +39,10 @@ class PostgresLine:
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
             self._open.clear()
+
+    def block(self) -> None:
+        """Keeps every connection open and passes nothing on, as when the server's packets are dropped."""
+        self._is_passing = False
 
     def mend(self) -> None:
         with self._lock:
@@ -61,15 +66,15 @@ class PostgresLine:
                     return
                 self._open += [near, far]
             for source, target in ((near, far), (far, near)):
-                threading.Thread(target=_pump, args=(source, target), daemon=True).start()
+                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
 
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(65536):
-            target.sendall(data)
-    with suppress(OSError):
-        target.shutdown(socket.SHUT_RDWR)
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if self._is_passing:
+                    target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from lightkube.config.kubeconfig import SingleConfig
 from lightkube.config.models import Cluster, Context, User
 
@@ -14,10 +15,11 @@ from fake_kubernetes import ADMIN_TOKEN, FakeKubernetes, serve_kubernetes
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.conformance import ProviderBench
 from varuna_manager.providers.kind import Origin
+from varuna_manager.providers.kubernetes import api as api_module
 from varuna_manager.providers.kubernetes.api import KubernetesApi
 from varuna_manager.providers.kubernetes.provider import KubernetesProvider
 from varuna_manager.providers.kubernetes.settings import KubernetesPool, KubernetesSettings
-from waiting import until
+from waiting import DEADLINE_S, until
 
 NAMESPACE = "training"
 TEMPLATE: dict[str, Any] = {"spec": {"containers": [{"name": "agent", "image": "registry.test/varuna-agent:1"}]}}
@@ -46,6 +48,13 @@ def make_config(url: str, token: str = ADMIN_TOKEN) -> SingleConfig:
     )  # fmt: skip
 
 
+def make_api(url: str, namespace: str | None, token: str = ADMIN_TOKEN) -> KubernetesApi:
+    """A client that waits for each answer as long as any test may."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api_module, "_TIMEOUT_S", DEADLINE_S)
+        return KubernetesApi(make_config(url, token), namespace)
+
+
 class KubernetesBench(ProviderBench):
     refusals = frozenset({RefusalKind.QUOTA, RefusalKind.THROTTLED, RefusalKind.FAILED})
     gives_notices = True
@@ -69,7 +78,7 @@ class KubernetesBench(ProviderBench):
         self.provider: KubernetesProvider = self._make()
 
     def _make(self) -> KubernetesProvider:
-        api = KubernetesApi(make_config(self.server.url, self._token), self.settings.namespace)
+        api = make_api(self.server.url, self.settings.namespace, self._token)
         options = {"now": self.clock, **self._options}
         made = KubernetesProvider(self.settings, api, ORIGIN, self._make_join_token, **options)
         self.providers.append(made)

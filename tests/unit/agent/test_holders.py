@@ -377,6 +377,25 @@ def test_a_stop_after_which_the_job_does_not_go_on_ends_holders(
     assert (key(1) in killed(instructions)) is ends
 
 
+@DEVICES
+def test_a_stop_that_waits_for_a_save_lets_holders_give_what_is_to_be_saved(device: str) -> None:
+    vm = give(device)
+    vm.ready(key(2))
+    assert killed(vm.receive_message(stop=stop(2, keep_state=False, mode=pb.STOP_MODE_SAVE_FIRST))) == []
+    assert key(1) in killed(vm.step(key(2), 8))
+
+
+def test_a_save_of_a_later_generation_needs_no_holders_of_an_earlier_one() -> None:
+    instructions = give().receive_message(stop=stop(3, keep_state=False, mode=pb.STOP_MODE_SAVE_FIRST))
+    assert key(1) in killed(instructions)
+
+
+def test_whoever_gives_ends_when_the_save_is_given_up() -> None:
+    vm = give()
+    vm.receive_message(stop=stop(2, keep_state=False, mode=pb.STOP_MODE_SAVE_FIRST))
+    assert key(1) in killed(vm.receive_message(stop=stop(2, keep_state=False)))
+
+
 def test_holders_end_with_the_lease() -> None:
     vm = give()
     vm.handle(ev.StreamClosed("gone"))

@@ -125,6 +125,17 @@ def test_the_first_worker_of_the_generation_that_takes_it_gives_it() -> None:
     assert kept(vm) == []
 
 
+def test_it_is_kept_for_a_generation_that_is_to_save_it() -> None:
+    vm = training()
+    fail(vm, key(1))
+    vm.receive_message(launch=launch(2, holders=[1], holders_generation=1))
+    vm.ready(key(2))
+    save = pb.Stop(job_id="job", generation=2, mode=pb.STOP_MODE_SAVE_FIRST, grace_s=5)
+    assert freed(vm.receive_message(stop=save)) == []
+    save.mode = pb.STOP_MODE_LEAVE_NOW
+    assert freed(vm.receive_message(stop=save)) == [key(1)]
+
+
 def test_it_waits_only_so_long_but_as_long_as_its_taker_prepares() -> None:
     vm = training()
     fail(vm, key(1))

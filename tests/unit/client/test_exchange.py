@@ -259,11 +259,11 @@ async def test_a_stream_that_breaks_late_goes_on() -> None:
     now = script()
     with client_of(now) as client:
         told = client.stream(patience_s=PATIENCE_S)
-        assert [next(told)[1]["id"] for _ in range(2)] == [7, 8]
+        assert [next(told) for _ in range(2)] == [("event", {"id": 7}), ("event", {"id": 8})]
     later = script()
     async with AsyncClient("http://manager:1", transport=httpx.MockTransport(later)) as patient:
         following = patient.stream(patience_s=PATIENCE_S)
-        assert [(await anext(following))[1]["id"] for _ in range(2)] == [7, 8]
+        assert [await anext(following) for _ in range(2)] == [("event", {"id": 7}), ("event", {"id": 8})]
     for one in (now, later):
         assert one.asked[1].headers["Last-Event-ID"] == "7"
 

@@ -1,7 +1,8 @@
-"""What changes while a controller decides: its decision is not carried out on what is gone."""
+"""What changes while a controller decides, or between two generations: no decision is carried out on what is gone."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from controller_world import controller_over, registry_of
 from migrated_stores import migrated
-from rest_world import SPEC, RestWorld, rest_world, vm
+from rest_world import SPEC, RestWorld, generation, rest_world, vm, worker
 from varuna_manager.agents.sessions import AgentSession, AgentSessions
 from varuna_manager.controllers.job_actions import JobActions
 from varuna_manager.db.models import JobRow, VmRow, WorkerRow
@@ -89,3 +90,24 @@ async def test_a_job_that_waits_again_though_it_has_the_profile_that_it_is_for_i
         await over.controller.reconcile_once()
     async with world.database.read() as session:
         assert (await session.get_one(JobRow, "j")).state == "succeeded"
+
+
+async def test_a_job_whose_processes_wait_for_another_shape_is_not_sent_back_to_the_queue(world: RestWorld) -> None:
+    """They have saved nothing: what they hold is the newest state."""
+    now = time.time()
+    job = queued_job()
+    job.state, urgent = "running", queued_job()
+    urgent.id = urgent.name = urgent.active_name = "urgent"
+    urgent.spec = {**SPEC, "priority": 9, "resources": {"min_gpus": 2}}
+    ended = generation("j", 1, now - 5, end_cause="growth", end_reason="growth", ended_at=now - 1)
+    workers = [worker("j", 1, rank, vm_id) for rank, vm_id in enumerate(VMS)]
+    for one in workers:
+        one.cause, one.held_step, one.stopped_at = "generation_ended", 5, now - 1
+    await world.add(job, urgent, *(vm(vm_id) for vm_id in VMS))
+    await world.add(ended)
+    await world.add(*workers)
+    async with controller_over(world, VMS) as over:
+        await over.controller.reconcile_once()
+    async with world.database.read() as session:
+        assert (await session.get_one(JobRow, "j")).state == "running"
+        assert (await session.get_one(JobRow, "urgent")).state == "queued"

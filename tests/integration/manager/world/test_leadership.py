@@ -258,6 +258,19 @@ async def test_a_store_that_is_away_is_told_of_once_and_the_lease_is_renewed_whe
     assert output.count("the store is back") == 1
 
 
+async def test_a_store_that_falls_silent_keeps_no_manager_that_closes_its_connections(
+    rivals: Rivals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with postgres_line(rivals.url) as line:
+        store = Database(line.url)
+        async with store.read(), store.read(), store.read():
+            pass
+        line.block()
+        async with asyncio.timeout(DEADLINE_S):
+            await store.close()
+    assert "Traceback" not in capsys.readouterr().out
+
+
 async def _write_when_the_store_is_back(rivals: Rivals, line: PostgresLine) -> None:
     term, store = await rivals.leads(rivals.candidate("patient"))
     await note(store, "before")

@@ -9,13 +9,15 @@ import socket
 import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Self
 
 import pytest
 import trustme
 from cryptography import x509
 
+from varuna_manager.access import authority as authority_module
 from varuna_manager.access import server_tls
 from varuna_manager.access.authority import (
     AgentSubject,
@@ -100,6 +102,32 @@ def test_what_is_wrong_with_an_authority_is_said(tmp_path: Path) -> None:
     (tmp_path / "two" / "ca.key").write_text("no key")
     with pytest.raises(AuthorityError, match="from a backup, or remove both"):
         open_authority(tmp_path / "two")
+
+
+def test_certificates_are_valid_where_a_clock_is_hours_slow(authority: Authority, tmp_path: Path) -> None:
+    pair = authority.make_server_pair(["localhost"], timedelta(days=90))
+    key = x509.load_pem_x509_certificate(pair.certificate_pem).public_key()
+    of_agent = authority.sign_agent_certificate(key, AgentSubject("vm-1", "abc"), timedelta(days=7))  # type: ignore[arg-type]
+    for pem in (authority.ca_pem, pair.certificate_pem, of_agent):
+        assert x509.load_pem_x509_certificate(pem).not_valid_before_utc < datetime.now(UTC) - timedelta(hours=13)
+
+
+async def test_a_certificate_that_a_clock_set_back_makes_valid_later_is_replaced(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) + timedelta(days=40)
+
+    with monkeypatch.context() as before:
+        before.setattr(authority_module, "datetime", Ahead)
+        tls = ServerTls(authority, ["localhost"], tmp_path)
+    assert tls.find_pair().not_before > datetime.now(UTC)
+    keeping = asyncio.create_task(tls.run())
+    await until(lambda: tls.find_pair().not_before < datetime.now(UTC), beside=keeping)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
 
 
 def test_only_an_agents_certificate_names_an_agent(authority: Authority) -> None:

@@ -52,6 +52,20 @@ def test_a_vm_that_has_left_its_jobs_is_given_back(deadline: float | None, worke
     assert decide_fleet(NOW, view, RULES).delete == (("c",) if deleted else ())
 
 
+@pytest.mark.parametrize(
+    ("age_s", "silent_s", "deleted"),
+    [(60.0, 7200.0, False), (7200.0, 1.0, False), (7200.0, None, False), (120, 120, True)],
+)
+def test_a_vm_whose_agent_never_connects_is_given_back_once_this_manager_has_waited_for_it_too(
+    age_s: float, silent_s: float | None, deleted: bool
+) -> None:
+    coming = vm(
+        "c", state=VmState.REQUESTED, connected=False, connected_since_start=False, age_s=age_s, silent_s=silent_s
+    )
+    view = replace(FLEET, target=3, vms=(*FLEET.vms, coming))
+    assert decide_fleet(NOW, view, RULES).delete == (("c",) if deleted else ())
+
+
 def test_no_more_are_asked_for_than_may_be_spent() -> None:
     view = replace(FLEET, limits=FleetLimits(max_cost_per_hour=10.0), prices={"a": 3.0, "b": 2.5}, price_per_hour=2.0)
     decision = decide_fleet(NOW, view, RULES)

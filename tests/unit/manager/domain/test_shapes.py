@@ -31,7 +31,7 @@ from varuna_manager.domain.actions import (
     StopGeneration,
 )
 from varuna_manager.domain.better_shape import predict_morph
-from varuna_manager.domain.devices import choose_devices, list_waiting_devices
+from varuna_manager.domain.devices import choose_devices, keep_waiting_share, list_waiting_devices
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
@@ -405,6 +405,62 @@ def test_a_fleet_that_has_been_stable_for_long_is_worth_a_dear_morph() -> None:
 
 
 # ---------------------------------------------------------------- shares
+
+
+@pytest.mark.parametrize("state", [GenerationState.LAUNCHING, GenerationState.RUNNING])
+@pytest.mark.parametrize(("share", "cause"), [(0, EndCause.PREEMPTED), (1, EndCause.SHRUNK)])
+def test_a_state_that_is_in_memories_only_is_saved_before_gpus_are_given_up(
+    state: GenerationState, share: int, cause: EndCause
+) -> None:
+    """The generation before has saved nothing, because this one takes its state."""
+    giver = Holder(rank=0, stage=0, vm_id="a", held_at=NOW)
+    taking = generation(
+        worker(0, "a"),
+        worker(1, "b"),
+        state=state,
+        last_step=None,
+        holders=Holders(generation=1, members=(giver,)),
+    )
+    (stop,) = decide(job(taking, share=share, share_reason="others need them"), vm("a"), vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, cause)
+    cancelled = job(taking, state=JobState.CANCELLING, cancel_saves=True)
+    (stop,) = decide(cancelled, vm("a"), vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, EndCause.CANCELLED)
+    (stop,) = decide(job(replace(taking, holders=None), share=share), vm("a"), vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is StopMode.LEAVE_NOW, "there is nothing to save"
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_shape_that_was_left_without_a_save_begins_before_its_gpus_are_given_up(share: int) -> None:
+    held = [worker(rank, name, ExitCause.GENERATION_ENDED, held_step=5) for rank, name in enumerate("ab")]
+    ended = generation(
+        *held, state=GenerationState.ENDED, end_cause=EndCause.GROWTH, end_reason="growth", ended_at=NOW - 1
+    )
+    here = devices("a", "b")
+    waiting = job(ended, devices=here, proposal=proposal(here), share=share, share_reason="others need them")
+    kept = keep_waiting_share(NOW, waiting, RULES)
+    assert choose_devices(NOW, kept, {"a": vm("a"), "b": vm("b")}, RULES) == here
+    assert kinds(decide(kept, vm("a"), vm("b"))) == [StartGeneration]
+
+
+def test_a_share_counts_at_once_where_no_state_waits_that_the_job_could_take() -> None:
+    held = worker(0, "a", ExitCause.GENERATION_ENDED, held_step=5)
+    ended = generation(held, state=GenerationState.ENDED, end_cause=EndCause.GROWTH, ended_at=NOW - 1)
+    waiting = job(ended, devices=devices("a"), share=0)
+    assert keep_waiting_share(NOW, waiting, RULES).share == 1
+    late = replace(ended, ended_at=NOW - RULES.survivors_kept_s - 1)
+    for other in (
+        replace(waiting, generation=late),
+        replace(waiting, devices=devices("b")),
+        replace(waiting, min_gpus=2),
+        replace(waiting, share=None),
+        replace(waiting, share=5),
+        job(stopping(StopMode.HOLD_FIRST, EndCause.GROWTH, held, worker(1, "b")), devices=devices("a"), share=0),
+    ):
+        assert keep_waiting_share(NOW, other, RULES) is other
 
 
 def test_a_job_with_more_than_its_share_saves_and_shrinks_or_goes_back_to_the_queue() -> None:

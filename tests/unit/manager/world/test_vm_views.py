@@ -52,7 +52,10 @@ def contents(views: Mapping[str, VmView]) -> dict[str, tuple[object, ...]]:
 
 
 STEPS = st.sampled_from(
-    ["hello", "beat", "leave", "list", "unlist", "use port", "prepare", "forget", "row", "quarantine", "gone", "busy"]
+    [
+        *("hello", "beat", "leave", "expect", "list", "unlist", "use port", "prepare"),
+        *("forget", "row", "quarantine", "gone", "busy"),
+    ]
 )
 
 
@@ -73,6 +76,8 @@ async def test_views_that_are_kept_are_those_that_would_be_made_anew(steps: list
                 registry.add_heartbeat(name, rendezvous_port=version, workers=[worker])
             case "leave":
                 registry.add_disconnect(name)
+            case "expect":
+                registry.expect_hello(name)
             case "list" | "unlist":
                 registry.set_listed(name, step == "list")
             case "use port":
@@ -136,3 +141,24 @@ async def test_a_clock_that_is_set_makes_no_vm_older() -> None:
         passed_s = monotonic.now - 1000.0
         assert (found["a"].silent_s(wall.now), found["a"].ready_for_s(wall.now)) == (passed_s, passed_s)
         assert found["b"].silent_s(wall.now) == passed_s
+
+
+def test_a_vm_is_waited_for_from_when_it_was_found_or_could_not_be_admitted() -> None:
+    clock = Clock()
+    registry = VmRegistry(clock)
+
+    def silent_s() -> float:
+        return registry.make_view(facts("a", 1, "requested"), now=clock.now, workers=0).silent_s(clock.now)
+
+    clock.now += 3600.0
+    registry.expect_hello("a")
+    assert silent_s() == 3600.0, "no VM of this fleet"
+    registry.set_listed("a", True)
+    assert silent_s() == 3600.0
+    registry.expect_hello("a")
+    clock.now += 5.0
+    assert silent_s() == 5.0
+    registry.add_hello("a", rendezvous_port=5, workers=())
+    clock.now += 7.0
+    registry.expect_hello("a")
+    assert silent_s() == 7.0, "it has been heard"
