@@ -97,9 +97,7 @@ class ReportOutbox:
             for steps in _split(waiting)
         ]
         reports += [
-            agent_pb2.Report(
-                values_logged=agent_pb2.ValuesLogged(job_id=job_id, generation=generation, values=values)
-            )
+            agent_pb2.Report(values_logged=agent_pb2.ValuesLogged(job_id=job_id, generation=generation, values=values))
             for (job_id, generation), by_name in values_of.items()
             for values in _split(by_name.values())
         ]

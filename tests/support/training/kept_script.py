@@ -8,9 +8,9 @@ until all stages have theirs; "lossy": ranks whose copies are never whole; "copi
 until the copy of its state is whole; "keeps_inputs": also in short steps, ranks whose script cannot follow the shape
 keep their inputs for the rest of the step; "leaves_at": {"step", "op", "generations"}: in the first generations, the
 passes of a step wait before this op ("F": the second forward, "B": the first backward) until the agent has asked the
-rank to leave within the step, and ranks wait for one another's votes for as long as that takes; "parting": {"fails",
-"dies"}: ranks that cannot send what they leave to others, or die before that; "sums_after_backward": ranks that have
-moved fetch the sums of the step when they have run a backward or have none to run, and leave `sums.*`.
+rank to leave within the step, or at once, and ranks wait for one another's votes for as long as that takes; "parting":
+{"fails", "dies"}: ranks that cannot send what they leave to others, or die before that; "sums_after_backward": ranks
+that have moved fetch the sums of the step when they have run a backward or have none to run, and leave `sums.*`.
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places]. Each
 pass without micro-batches is one of `idle.rank*.jsonl`: [generation, step].
@@ -49,6 +49,7 @@ from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_owner import ShareOwner
 from varuna.cut_point import CutPoint
+from varuna.distributed.departure import Departure
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.pass_timer import PassTimer
 from varuna.roles.late_state import LateState
@@ -106,10 +107,13 @@ def hold_passes(step: int, op: str, generations: int) -> None:
         is_held = of_step == step and int(os.environ["VARUNA_GENERATION"]) <= generations
         return is_held and (run.forwards >= 1 if op == "F" else run.backwards == 0)
 
+    def is_asked_to_leave(departure: Departure) -> bool:
+        return departure.leaves_within_step or departure.is_deferred or departure.exit_code is not None
+
     @wraps(run_op)
     def wait_and_run(engine: Engine, run: Any, *arguments: Any) -> None:
         if is_due(run, arguments[-1]):
-            wait_until(lambda: engine._departure.leaves_within_step or engine._departure.exit_code, "the leave")
+            wait_until(lambda: is_asked_to_leave(engine._departure), "the leave")
         run_op(engine, run, *arguments)
 
     setattr(Engine, name, wait_and_run)

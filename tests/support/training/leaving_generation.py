@@ -27,9 +27,9 @@ class LeavingGeneration:
             Ranks(zygote, folder, task, p, d, agent_socket=lambda rank: self.ends[rank].path, **more)  # type: ignore[arg-type]
         )
 
-    def hold_first(self, after: int) -> int:
-        """Makes the ranks leave with their state when `after` steps are done. Returns the step that they hold."""
-        self.ends[0].wait_for(lambda message: message.step_done.step >= after)
+    def hold_first(self) -> int:
+        """Makes the ranks leave with their state when three steps are done. Returns the step that they hold."""
+        self.ends[0].wait_for(lambda message: message.step_done.step >= 3)
         for end in self.ends:
             end.send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True)
         return self.wait_until_left(set(range(len(self.ends))), EXIT_GENERATION_ENDED)

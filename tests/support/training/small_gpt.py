@@ -132,13 +132,16 @@ def make_model(task: Task) -> SmallGPT:
 
 
 class Lamb(torch.optim.Optimizer):
-    """Layerwise Adam (You et al., 2020), without its corrections; `step` after clipping to the global norm."""
+    """Layerwise Adam (You et al., 2020), which warms up by a count of its steps; `step` after clipping to the global
+    norm. The count is no parameter's, as in MADGRAD."""
 
     def __init__(self, parameters: object, lr: float, weight_decay: float) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override] # without a closure
+        count: Tensor = self.state.setdefault("count", torch.zeros(()))  # type: ignore[call-overload]
+        warmth = 1 - 0.5 ** count.add_(1).item()
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -149,7 +152,7 @@ class Lamb(torch.optim.Optimizer):
                 update = state["mean"] / (state["square"].sqrt() + 1e-6) + group["weight_decay"] * p
                 size, length = p.norm(), update.norm()
                 trust = (size / length).item() if size > 0 and length > 0 else 1.0
-                p.add_(update, alpha=-group["lr"] * trust)
+                p.add_(update, alpha=-group["lr"] * trust * warmth)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], task: Task) -> torch.optim.Optimizer:

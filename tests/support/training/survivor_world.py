@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from agent_end import AgentEnd
 from small_gpt import Task
@@ -16,6 +17,9 @@ from varuna_proto.plan import Plan
 from varuna_proto.plan_message import make_plan_spec
 from varuna_proto.v1 import agent_pb2, worker_pb2
 from waiting import wait_until
+
+LEAVES_AFTER: dict[str, Any] = {"leaves_after": {"step": 3, "generations": 1}}
+"""Of a script: its ranks wait after this step until the test has asked them to leave."""
 
 
 class SurvivorWorld:
@@ -58,9 +62,9 @@ class SurvivorWorld:
         ranks = self._make_replicas(lost)
         return self.go_on_as(replace(self.plan, d=len(ranks) // p), ranks, absent=absent, keeps_others=keeps_others)
 
-    def leave_at_boundary(self, after: int = 3) -> None:
-        """Makes all ranks leave with their state when `after` steps are done."""
-        self.ends[0].wait_for(lambda message: message.step_done.step >= after)
+    def leave_at_boundary(self) -> None:
+        """Makes all ranks leave with their state when three steps are done."""
+        self.ends[0].wait_for(lambda message: message.step_done.step >= 3)
         for rank in self.ranks:
             self.ends[rank].send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True)
 

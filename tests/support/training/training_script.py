@@ -9,6 +9,7 @@ Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "copies_batches", "asks_for_shape": bool, for a script that cannot follow its job into another shape,
 "copies_validation": bool, the batches of "validates", "averages": bool, the model's average is what they evaluate,
 "evaluates_first": bool, before the first step; "trains_other": bool, a model without one of its biases,
+"lowers_rate": bool, after each step, by nothing that the others do,
 "emulates_nccl": bool, for links that use NCCL on devices that it does not know,
 "hosts_apart": bool, for links with several connections, whose messages are cut however small they are,
 "keeps_parameters": bool, for a script that cannot take another stage; "dies_in_move": the rank that dies when it does,
@@ -20,7 +21,10 @@ last of them, "misses_evaluation": {"rank", "step", "number", "passed"}, which l
 that one and the ranks "passed" have passed the next step,
 "rests": the step before which all ranks wait in the script until there is a file "rested" in `out`; one
 that is to die in it dies when the others wait,
-"pause_s": of each step from the third on; "counts": threads and descriptors of the process after each step,
+"pause_s": of each step from the third on; "leaves_after": {"step", "generations"}: in the first generations, all ranks
+wait in the script after this step, and after each later one, until the agent has asked them to leave;
+"counts": threads and descriptors of the process after each step, "waits_for_links": bool, until no thread of an ended
+generation's connections is left,
 "weights": a file with the model's, which is on meta then,
 "cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
 """
@@ -32,6 +36,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -44,8 +49,9 @@ import pytest
 import torch
 from torch import nn
 
+import patient_holders
 import varuna.distributed.link_connections
-import varuna.holdings.held_state
+import varuna.distributed.rendezvous
 import varuna.roles.membership
 import varuna.roles.moving
 import varuna.roles.training
@@ -68,9 +74,11 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 def main() -> None:
     torch.set_num_threads(1)
-    # All holders that a test names come, however late.
-    varuna.holdings.held_state._INVENTORY_WAIT_S = varuna.holdings.held_state._WHOLE_WAIT_S = DEADLINE_S
+    for module, name in patient_holders.WAITS:
+        setattr(module, name, DEADLINE_S)
     wanted = json.loads(Path(sys.argv[1]).read_text())
+    if wanted.get("waits_for_links"):
+        varuna.roles.membership._LINKS_END_S = varuna.distributed.rendezvous._IDLE_S = DEADLINE_S
     train(Task(**wanted["task"]), wanted, Path(wanted["out"]))
 
 
@@ -96,6 +104,15 @@ def rest(out: Path, rank: int, *, dies: bool) -> None:
     (out / f"rank{rank}.rests").touch()
     files = [out / f"rank{other}.rests" for other in range(int(os.environ["WORLD_SIZE"]))] if dies else [out / "rested"]
     wait_until(lambda: all(file.exists() for file in files), "the end of a rest")
+
+
+def wait_for_leave(departure: Departure, step: int, generations: int, done: int) -> None:
+    if done >= step and int(os.environ["VARUNA_GENERATION"]) <= generations:
+        wait_until(lambda: departure.hold_first or departure.exit_code is not None, "the leave")
+
+
+def count_threads(name: str) -> int:
+    return [thread.name for thread in threading.enumerate()].count(name)
 
 
 def miss_agreement(out: Path, rank: int, step: int) -> None:
@@ -265,6 +282,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
                 optimizer.zero_grad()
         else:
             scheduler.step()
+        for group in optimizer.param_groups if wanted.get("lowers_rate") else ():
+            group["lr"] *= 0.5
         validated = []
         for number, others in make_batches(seed=1, last_step=wanted["validates"]) if "validates" in wanted else ():
             if wanted.get("dies_validating") == fault and number == wanted["validates"]:
@@ -273,7 +292,10 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
             validated.append(model.evaluate(others, batch_size=task.global_batch, ema=wanted.get("averages", False)))
         if step > 2:
             time.sleep(wanted.get("pause_s", 0.0))
+        if "leaves_after" in wanted:
+            wait_for_leave(model._worker.departure, **wanted["leaves_after"], done=step)
         if wanted.get("counts"):
+            wait_until(lambda: count_threads("varuna-rendezvous") <= 1, "the end of the stores of earlier generations")
             folders = {"threads": Path("/proc/self/task"), "descriptors": Path("/proc/self/fd")}
             counts.append({name: len(list(folder.iterdir())) for name, folder in folders.items()})
         did = {"loss": loss, "norm": norm, "overflow": overflow, "next_scale": model.loss_scale, "validated": validated}

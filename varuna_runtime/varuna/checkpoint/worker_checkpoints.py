@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-from datetime import timedelta
 
 import structlog
 import torch
@@ -32,9 +31,6 @@ __all__ = ["WorkerCheckpoints"]
 
 _log = structlog.get_logger("varuna")
 
-_LOAD_LIMIT = timedelta(minutes=30)
-"""How long ranks wait for each other while they load a checkpoint."""
-
 _LOOK_UP_S = 0.1
 """How often the wait at the script's end checks whether the worker must leave."""
 
@@ -50,8 +46,12 @@ class WorkerCheckpoints:
         self._failed = SaveFailures(worker, everyone)
         environment = worker.environment
         own: CheckpointWriter | None = None
+        self._copy_folder: str = "" if before is None else before._copy_folder
+        """For copies of the automatic checkpoints' files; it stays as long as the process."""
         if url := environment.checkpoint_url:
-            own = self._open_writer(url, local=_choose_copy_folder(url, environment.local_checkpoint_dir))
+            if before is None:
+                self._copy_folder = _choose_copy_folder(url, environment.local_checkpoint_dir)
+            own = self._open_writer(url, local=self._copy_folder)
         cadence = Cadence(
             stops_per_hour=environment.stops_per_hour,
             uncopied_stops_per_hour=environment.stops_without_copies_per_hour,
@@ -109,7 +109,6 @@ class WorkerCheckpoints:
         environment, rendezvous, departure = self._worker.environment, self._worker.rendezvous, self._worker.departure
         if not environment.checkpoint_url and memory is None:
             return None
-        rendezvous.store.set_timeout(_LOAD_LIMIT)
         try:
             return resume_checkpoint(
                 environment.checkpoint_url,

@@ -29,8 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from varuna.data.prefetching import SizedDataset, prefetch_batches
+from varuna.data.batch_contents import BatchContents
+from varuna.data.prefetching import prefetch_batches
 from varuna.data.sample_cursor import count_samples_before
+from varuna.data.seeded_examples import PlacedExample, SeededExamples, SizedDataset
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
 from varuna.distributed.worker_environment import read_process_environment
 from varuna_planner.schedule.batching import micro_batches
@@ -71,12 +73,19 @@ def replica_indices(
     micro-batches than replicas, or shares that are not those of these replicas.
     """
     _check(dataset_size, global_batch)
+    place = _Place(micro_batch, replica, replicas, tuple(shares))
+    return _stream(_list_positions(place, step, global_batch, shift), dataset_size, seed, shuffle)
+
+
+def _list_positions(place: _Place, step: int, global_batch: int, shift: int) -> range:
+    """The stream's positions that the replica of `place` trains on in `step`."""
     first = _first_position(step, global_batch, shift)
+    micro_batch, replica, replicas, shares = place
     if not 0 <= replica < replicas:
         raise ValueError(f"replica {replica} of {replicas}: replicas count from 0")
     run = micro_batches(global_batch, micro_batch, replicas, shares)[replica]
     begin, end = run.start * micro_batch, min(run.stop * micro_batch, global_batch)
-    return _stream(range(first + begin, first + end), dataset_size, seed, shuffle)
+    return range(first + begin, first + end)
 
 
 def _first_position(step: int, global_batch: int, shift: int) -> int:
@@ -114,7 +123,12 @@ class Batches:
 
     With `workers=n`, n processes make the batches ahead of the steps, each two at most, so that no step waits for its
     data unless they are slower than training. They are forked from this one when the loop begins, and again when this
-    process goes on in another shape. Draws of the dataset's own are then those of the process that makes a batch.
+    process goes on in another shape.
+
+    What `dataset[i]` draws from the global generators of torch (on the CPU), NumPy and Python follows from `seed` and
+    the example's place in the stream: it is the same in every shape. What `collate` draws follows from `seed` and the
+    place of its first example: it is the same on all stages of a replica. The script's own draws go on as if nothing
+    had been drawn. In a thread of the script's own the generators are not seeded.
 
     If it is made after `Varuna.resume` with `first_step=resume() + 1`, it begins with the first sample that the
     training has not used, even if the steps before had another global batch.
@@ -148,7 +162,7 @@ class Batches:
         self._last_step = last_step
         self._shuffle = shuffle
         self._workers = workers
-        self._collate = default_collate if collate is None else collate
+        self._examples = SeededExamples(dataset, default_collate if collate is None else collate, seed)
         # A calibration has one replica per rank however small the batch is, and takes no training step.
         trains = worker is not None and worker.mode is Mode.TRAIN
         self._place = _Place.in_shape(worker) if trains and worker is not None else _Place(self.global_batch, 0, 1)
@@ -159,55 +173,38 @@ class Batches:
 
     def indices(self, step: int) -> list[int]:
         """The dataset indices of this replica in `step`."""
-        return self._indices_at(self._place, step)
+        return [example.number for example in self._list_examples(self._place, step)]
 
-    def _indices_at(self, place: _Place, step: int) -> list[int]:
-        return replica_indices(
-            step,
-            dataset_size=len(self._dataset),
-            global_batch=self.global_batch,
-            micro_batch=place.micro_batch,
-            replica=place.replica,
-            replicas=place.replicas,
-            seed=self._seed,
-            shuffle=self._shuffle,
-            shift=self._shift_at(step),
-            shares=place.shares,
-        )
+    def _list_examples(self, place: _Place, step: int) -> list[PlacedExample]:
+        return self._find_examples(_list_positions(place, step, self.global_batch, self._shift_at(step)))
+
+    def _find_examples(self, positions: range) -> list[PlacedExample]:
+        indices = _stream(positions, len(self._dataset), self._seed, self._shuffle)
+        return list(map(PlacedExample, positions, indices))
 
     def batch(self, step: int) -> dict[str, Any]:
         """This replica's examples of `step`, collated. Raises TypeError when collating gives no dict."""
         place = self._place  # it may be another one before a thread of the script has made the batch
         with STEP_CLOCK.measure(Activity.DATA):
-            batch = self._collate_items(self._indices_at(place, step))
+            batch = self._make_batch(place, step)
         return self._give_out(step, batch, place)
 
     def _give_out(self, step: int, batch: dict[str, Any], place: _Place) -> dict[str, Any]:
         if self in _followers:
-            self._made.append(_MadeBatch(step, batch, batch, place))
+            self._made.append(_MadeBatch(step, batch, BatchContents(batch), batch, place))
         return batch
 
     def _shift_at(self, step: int) -> int:
         return self._shift if step >= self._first_step else 0
 
-    def _collate_items(self, indices: Sequence[int]) -> dict[str, Any]:
-        return self._collate_batch([self._dataset[index] for index in indices])
-
-    def _collate_batch(self, items: list[Any]) -> dict[str, Any]:
-        collated = self._collate(items)
-        if not isinstance(collated, Mapping):
-            raise TypeError(
-                f"a batch must be a dict of model inputs by name, but collate returned a {type(collated).__name__}: "
-                "let the dataset's items be dicts, or pass collate="
-            )
-        return dict(collated)
+    def _make_batch(self, place: _Place, step: int) -> dict[str, Any]:
+        return self._examples.make_batch(self._list_examples(place, step))
 
     def _collate_examples(self, step: int, spans: Iterable[range]) -> dict[str, Any]:
         """The examples at these places in the global batch of `step`, whatever replica has them."""
         first = _first_position(step, self.global_batch, self._shift_at(step))
         positions = (range(first + span.start, first + span.stop) for span in spans)
-        indices = [_stream(run, len(self._dataset), self._seed, self._shuffle) for run in positions]
-        return self._collate_items([index for run in indices for index in run])
+        return self._examples.make_batch([example for run in positions for example in self._find_examples(run)])
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         steps = count(self._first_step) if self._last_step is None else range(self._first_step, self._last_step + 1)
@@ -233,9 +230,9 @@ class Batches:
     def _start_workers(self, place: _Place, first_step: int) -> Generator[dict[str, Any]]:
         steps = count(first_step) if self._last_step is None else range(first_step, self._last_step + 1)
         return prefetch_batches(
-            self._dataset,
-            (self._indices_at(place, step) for step in steps),
-            self._collate_batch,
+            self._examples,
+            (self._list_examples(place, step) for step in steps),
+            self._examples.collate_items,
             workers=self._workers,
             seed=_first_position(first_step, self.global_batch, self._shift_at(first_step)),
         )
@@ -247,7 +244,9 @@ class _MadeBatch:
 
     step: int
     given: dict[str, Any]
-    """As the script got it."""
+    """The dict that the script got, which it may have changed."""
+    contents: BatchContents
+    """What it had then."""
     batch: dict[str, Any]
     """As it is at `place`."""
     place: _Place
@@ -264,12 +263,17 @@ class RecentBatch:
         """The batch as it is at the present place."""
         made, place = self.made, self.source._place
         if made.place != place:
-            made.batch, made.place = self.source._collate_items(self.source._indices_at(place, made.step)), place
-        return made.batch
+            made.batch, made.place = self.source._make_batch(place, made.step), place
+        return self._leave_out_removed(made.batch)
 
     def fetch_examples(self, spans: Iterable[range]) -> Mapping[str, Any]:
         """The examples at these places of the global batch that it is a part of, in order."""
-        return self.source._collate_examples(self.made.step, spans)
+        return self._leave_out_removed(self.source._collate_examples(self.made.step, spans))
+
+    def _leave_out_removed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """`batch` without the names that the script has removed from the dict that it got."""
+        given = self.made.given
+        return batch if batch.keys() == given.keys() else {name: batch[name] for name in batch if name in given}
 
 
 _followers: weakref.WeakSet[Batches] = weakref.WeakSet()
@@ -277,10 +281,13 @@ _followers: weakref.WeakSet[Batches] = weakref.WeakSet()
 
 
 def find_recent_batch(inputs: Mapping[str, Any]) -> RecentBatch | None:
-    """The batch that `inputs` is, the object itself; None: it is none that a `Batches` of this process made last."""
+    """The batch that `inputs` is, the object itself; None: it is none that a `Batches` of this process made last, or
+    the script has changed what is in it, so that it would be another one if it were made again."""
     for source in list(_followers):
         for made in list(source._made):  # a copy, because a thread of the script may make the next one meanwhile
-            if inputs is made.given or inputs is made.batch:
+            if inputs is made.given:
+                return RecentBatch(source, made) if made.contents.are_in(inputs) else None
+            if inputs is made.batch:
                 return RecentBatch(source, made)
     return None
 

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["SizedDataset", "prefetch_batches"]
+from varuna.data.seeded_examples import PlacedExample, SeededExamples
 
-
-class SizedDataset(Protocol):
-    """A dataset for `Batches`: it has a length and random access."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+__all__ = ["prefetch_batches"]
 
 
 def prefetch_batches(
-    dataset: SizedDataset, indices: Iterable[list[int]], collate: Callable[[list[Any]], Any], *, workers: int, seed: int
+    examples: SeededExamples,
+    places: Iterable[list[PlacedExample]],
+    collate: Callable[[list[Any]], Any],
+    *,
+    workers: int,
+    seed: int,
 ) -> Generator[Any]:
-    """The batches with these indices, in order, two per process ahead. The processes end when it is closed.
+    """The batches at these places, in order, two per process ahead. The processes end when it is closed.
 
     `seed`: of the processes' own generators, so that the script's keep their state.
     """
     loader = DataLoader(
-        cast("Dataset[Any]", dataset),
-        batch_sampler=cast("Iterable[list[int]]", _IndexLists(indices)),
+        cast("Dataset[Any]", examples),
+        batch_sampler=cast("Iterable[list[int]]", _PlaceLists(places)),
         num_workers=workers,
         collate_fn=collate,
         generator=torch.Generator().manual_seed(seed),
@@ -42,11 +41,11 @@ def prefetch_batches(
         made._shutdown_workers()  # type: ignore[attr-defined]
 
 
-class _IndexLists:
+class _PlaceLists:
     """`DataLoader` wants an object that gives an iterator."""
 
-    def __init__(self, indices: Iterable[list[int]]) -> None:
-        self._indices = indices
+    def __init__(self, places: Iterable[list[PlacedExample]]) -> None:
+        self._places = places
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._indices)
+    def __iter__(self) -> Iterator[list[PlacedExample]]:
+        return iter(self._places)

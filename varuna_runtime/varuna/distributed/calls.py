@@ -104,5 +104,7 @@ class CallChecker:
         there, here = call.render_for(f"rank {rank}"), own.render_for(f"this rank, {self._rank},")
         return RanksDifferError(
             f"{there}, but {here}: all ranks must make the same calls in the same order. Does the data of one of them "
-            "end earlier? varuna.data.Batches gives all the same number of batches"
+            "end earlier? varuna.data.Batches gives all the same number of batches. Does the script decide by what it "
+            "has counted or compared since its start? A process that joined the others later has not: register_state() "
+            "gives it theirs"
         )

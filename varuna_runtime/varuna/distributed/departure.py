@@ -44,7 +44,7 @@ class GenerationEnded(SystemExit):
 class PeerLost(SystemExit):
     """Another rank of the generation is gone, so no further step can finish. The process exits with code 76.
 
-    `unreached`: that rank, when it is there but cannot be reached from here.
+    `unreached`: that rank, when its machine cannot be reached from here.
     `suspects`: one of these ranks may be gone; empty if all that left announced it; None if it may be any rank.
     """
 

@@ -55,8 +55,17 @@ _LEFT_CHECK_S = 0.5
 """How often rank 0's thread checks whether this rank has left."""
 _MOST_STRANGERS = 256
 """Connections, beyond the ranks' own, that have not shown the token yet."""
-_KEEP_ALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""A machine that vanishes closes nothing. Its peers notice by themselves in half a minute; the manager is faster."""
+_SILENCE_LIMITS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 45_000}
+"""Seconds, seconds, a number of probes, and milliseconds.
+
+A machine that vanishes, or whose network is cut, closes nothing. Its peers notice by themselves in 45 s; the manager is
+faster where the machine's agent is silent, too. The kernel probes only a connection without unacknowledged data, and
+the question of a roll call soon is some. So the last limit (Linux has it) bounds that data; probes then follow it, too.
+
+It is above twice the 20 s that a machine may stand still: what that misses is sent again after times that double. A
+process that is stopped is not given up, because its kernel acknowledges. It would be if it left that much unread that
+the kernel takes in no more, but messages here are few and small. Links between stages may not have this limit.
+"""
 
 
 class RankPresence(ABC):
@@ -77,6 +86,8 @@ class RankPresence(ABC):
         self._roll_call: RollCall | None = None
         self._rank_0_code: int | None = None
         """The exit code with which rank 0 has said goodbye."""
+        self._unreached: dict[int, str] = {}
+        """By rank whose machine answered nothing, not even the kernel's packets: the error."""
         calls.announce = self._announce_call
         departure.add_breaker(self._leave)
 
@@ -169,8 +180,22 @@ class RankPresence(ABC):
         """
         if self._is_script_over:
             return
-        reason = f"rank {rank} has left" if has_left else f"rank {rank} is gone: its process has ended"
-        self._departure.leave_generation(PeerLost(reason, suspects=() if has_left else (rank,)))
+        if has_left:
+            lost = PeerLost(f"rank {rank} has left", suspects=())
+        elif (error := self._unreached.get(rank)) is not None:
+            lost = PeerLost(f"rank {rank} cannot be reached from here: {error}", unreached=rank, suspects=(rank,))
+        else:
+            lost = PeerLost(f"rank {rank} is gone: its process has ended", suspects=(rank,))
+        self._departure.leave_generation(lost)
+
+    def _receive_message(self, rank: int, connection: socket.socket) -> PresenceMessage | None:
+        """The next message of a rank; None when its connection has ended, for whatever reason."""
+        try:
+            return receive_message(connection)
+        except OSError as error:
+            if is_out_of_reach(error):
+                self._unreached[rank] = first_line(error)
+            return None
 
     def _send_to_all(self, message: PresenceMessage) -> None:
         for connection in list(self._sockets):
@@ -231,7 +256,7 @@ class _ConnectedPresence(RankPresence):
         self._send_to_all(PresenceMessage(ARE_YOU_THERE, self._rank))
 
     def _receive_messages(self, connection: socket.socket) -> None:
-        while (message := receive_message(connection)) is not None and message.kind != GOODBYE:
+        while (message := self._receive_message(0, connection)) is not None and message.kind != GOODBYE:
             if message.kind in (RANK_LEFT, RANK_LOST):
                 self._end_known.set()  # not all ranks can get to know of it
                 if self._over:
@@ -385,7 +410,7 @@ class _ServingPresence(RankPresence):
         self._selector.register(connection, selectors.EVENT_READ, rank)
 
     def _receive_from_rank(self, rank: int, connection: socket.socket) -> None:
-        message = receive_message(connection)
+        message = self._receive_message(rank, connection)
         if message is not None and message.kind == CALL_KNOWN:
             self._unaware.get(message.number, set()).discard(rank)
             self._answer_askers(message.number)
@@ -414,6 +439,6 @@ def _call_in(message: PresenceMessage) -> RankCall:
 
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_ALIVE_S.items():
+    for name, value in _SILENCE_LIMITS.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

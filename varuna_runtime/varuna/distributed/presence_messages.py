@@ -68,13 +68,10 @@ def pack_message(message: PresenceMessage) -> bytes:
 
 
 def receive_message(connection: socket.socket) -> PresenceMessage | None:
-    """The next message; None when the other end is closed or broken."""
+    """The next message; None when the other end is closed. Raises OSError when the connection is broken."""
     data = b""
     while len(data) < _MESSAGE.size:
-        try:
-            part = connection.recv(_MESSAGE.size - len(data))
-        except OSError:
-            return None
+        part = connection.recv(_MESSAGE.size - len(data))
         if not part:
             return None
         data += part

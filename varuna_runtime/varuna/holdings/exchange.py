@@ -15,7 +15,7 @@ from torch import Tensor
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.manifest import FileEntry, FileKind
 from varuna.checkpoint.loading.loader import StagedCheckpoint, stage_state
-from varuna.checkpoint.state.rank_state import TrainingState
+from varuna.checkpoint.state.rank_state import OPTIMIZER_ENTRIES, TrainingState
 from varuna.checkpoint.storage.windows import map_ahead
 from varuna.distributed.handshake import MeetingKey
 from varuna.holdings.giving import HolderServer
@@ -191,7 +191,13 @@ def _first_reason(reasons: Sequence[str]) -> str:
 def _describe_registered(merged: MergedInventories) -> str:
     """What the script has registered that belongs to a rank or a section, and stays in another process."""
     if names := sorted(merged.manifest.rank_states):
-        return f"the registered state {names[0]!r} differs between ranks"
+        is_optimizers = names[0] == OPTIMIZER_ENTRIES
+        what = (
+            "what an optimizer keeps beside its parameters' state"
+            if is_optimizers
+            else f"the registered state {names[0]!r}"
+        )
+        return f"{what} differs between ranks"
     if merged.manifest.files_by_name(FileKind.REGISTERED):
         return "a registered state is keyed by names of parameters"
     return ""

@@ -102,9 +102,7 @@ class ScriptChanges:
 
     def follow_agreement(self, agreed: Collection[int]) -> None:
         """Of a new rank: what the others have agreed on counts, whatever its script did before it joined them."""
-        self._agreed = self._seen = [number in agreed for number in range(len(self._agreed))]
-        self._set_state(self._agreed, self._modules, self._own)
-        self._show_to_script()
+        self._set_agreement([number in agreed for number in range(len(self._agreed))])
         self.has_exchanged = True
 
     # The parts of a step, in their order
@@ -134,17 +132,23 @@ class ScriptChanges:
         """Whether this rank has seen a change that the ranks have not agreed on."""
         return self._seen != self._agreed
 
-    def exchange_changes(self) -> None:
-        """Makes a change seen by any rank a change on all ranks. Called by all ranks; a collective of a few kB."""
+    def exchange_changes(self, *, may_evaluate: bool = False) -> None:
+        """Makes a change seen by any rank a change on all ranks. Called by all ranks; a collective of a few kB.
+
+        `may_evaluate`: the script may have called `eval()` of the model for an evaluation only. Then the ranks keep the
+        modes that they have agreed on, and the script keeps those that it has set.
+        """
         before = self._agreed
         self._find_new_changes()
         differs = torch.tensor([a != b for a, b in zip(self._seen, before, strict=True)], dtype=torch.float32)
         self._everyone.all_reduce([differs])
-        self._agreed = [old != changed for old, changed in zip(before, (differs > 0).tolist(), strict=True)]
-        self._seen = self._agreed
+        agreed = [old != changed for old, changed in zip(before, (differs > 0).tolist(), strict=True)]
         self.has_exchanged = True
-        self._set_state(self._agreed, self._modules, self._own)
-        self._show_to_script()
+        if may_evaluate and before[0] and not agreed[0]:  # the first path is the model's own
+            modes = len(self._paths)
+            self._set_agreement(before[:modes] + agreed[modes:], with_modes=False)
+        else:
+            self._set_agreement(agreed)
 
     @property
     def needs_trace(self) -> bool:
@@ -162,7 +166,7 @@ class ScriptChanges:
             modes=dict(zip(self._paths, self._agreed, strict=False)),
             trains=dict(zip(self._names, self._agreed[count:], strict=True)),
         )
-        changes = self._describe_changes()
+        changes = self._describe_changes(self._traced)
         try:
             model_map = retracer.trace_state(state, before)
         except PartitionError as error:
@@ -172,8 +176,8 @@ class ScriptChanges:
         self._traced = self._agreed
         return model_map
 
-    def _describe_changes(self) -> str:
-        differs = [index for index, old in enumerate(self._traced) if old != self._agreed[index]]
+    def _describe_changes(self, before: Sequence[bool]) -> str:
+        differs = [index for index, old in enumerate(before) if old != self._agreed[index]]
         modes = [index for index in differs if index < len(self._paths)]
         changes = []
         for mode, training in (("train", True), ("eval", False)):
@@ -232,41 +236,45 @@ class ScriptChanges:
             if name in own and own[name].requires_grad != trains:
                 own[name].requires_grad_(trains)
 
-    def _show_to_script(self) -> None:
-        """Sets the script's own handles as agreed."""
-        self._set_state(self._agreed, (), self._given_out)
-        self.push_modes()
-        trains = self._agreed[len(self._paths) :]
-        for references, now in zip(self._users_parameters, trains, strict=True):
+    def _set_agreement(self, agreed: list[bool], *, with_modes: bool = True) -> None:
+        """Sets the stage and the script's own handles as agreed from now on; without `with_modes` no module."""
+        self._agreed = self._seen = agreed
+        self._set_state(agreed, self._modules if with_modes else (), self._own)
+        self._set_state(agreed, (), self._given_out)
+        if with_modes:
+            self.push_modes()
+        for references, now in zip(self._users_parameters, agreed[len(self._paths) :], strict=True):
             for parameter in _alive(references):
                 if parameter.requires_grad != now:
                     parameter.requires_grad_(now)
 
     # In checkpoints: what the script has changed since the model was wrapped, because it may do so only once
 
+    @property
+    def _labels(self) -> list[tuple[str, str]]:
+        return [("module", path) for path in self._paths] + [("parameter", name) for name in self._names]
+
     def state_dict(self) -> dict[str, Any]:
-        changed = [index for index, now in enumerate(self._agreed) if now != self._wrapped[index]]
-        labels = [("module", path) for path in self._paths] + [("parameter", name) for name in self._names]
-        return {
-            kind: {label: self._agreed[index] for index in changed for of, label in (labels[index],) if of == kind}
-            for kind in ("module", "parameter")
-        }
+        # Before an exchange the scripts of all ranks have set the same, and a new process's script sets it again.
+        wanted = self._agreed if self.has_exchanged else self._find_changes()
+        state: dict[str, Any] = {"module": {}, "parameter": {}}
+        for (kind, label), now, wrapped in zip(self._labels, wanted, self._wrapped, strict=True):
+            if now != wrapped:
+                state[kind][label] = now
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Repeats the changes that the script had made before the checkpoint."""
-        modules = dict(zip(self._paths, self._modules, strict=True))
-        for path, training in state["module"].items():
-            if path in modules:
-                modules[path].training = training
-        self.push_modes()
-        for name, trains in state["parameter"].items():
-            if name in self._given_out:
-                self._given_out[name].requires_grad_(trains)
-            if name in self._names:
-                for parameter in _alive(self._users_parameters[self._names.index(name)]):
-                    parameter.requires_grad_(trains)
-        if state["parameter"]:
-            _log.info("requires_grad is set as in the checkpoint", parameters=_join_some(list(state["parameter"])))
+        """Sets everything as it was: as wrapped, if the checkpoint has no change of it. What this process's script has
+        set before does not count, because it may have undone that later. Called by all ranks, with the same state."""
+        before = self._find_changes()
+        self._set_agreement(
+            [
+                state[kind].get(label, wrapped)
+                for (kind, label), wrapped in zip(self._labels, self._wrapped, strict=True)
+            ]
+        )
+        if self._agreed != before:
+            _log.info("the model is set as in the checkpoint", changes=self._describe_changes(before))
 
 
 def _alive(references: Iterable[weakref.ref[nn.Parameter]]) -> list[nn.Parameter]:

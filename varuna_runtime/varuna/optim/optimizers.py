@@ -22,9 +22,11 @@ __all__ = [
     "allow_empty_stages",
     "check_parameters",
     "find_foreign_state",
+    "find_hidden_state",
     "find_learning_rate",
     "left_out",
     "list_optimizers",
+    "list_tensor_attributes",
     "log_left_out",
     "renew_placeholders",
     "replace_parameters",
@@ -169,7 +171,7 @@ def replace_parameters(
     """Makes the optimizers step `parameters`, by name, in place of those that they had `before`.
 
     `members`: the names in each optimizer's groups. What an optimizer keeps for a name stays, that of names which leave
-    goes with them, and new ones have nothing. `device`: of placeholders.
+    goes with them, and new ones have nothing. What it keeps under other keys stays. `device`: of placeholders.
     """
     for optimizer, groups in zip(optimizers, members, strict=True):
         for number, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -181,7 +183,7 @@ def replace_parameters(
             if "param_names" in group:
                 group["param_names"] = [*here]
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        state = {parameter: kept for parameter, kept in optimizer.state.items() if id(parameter) in held}
+        state = {key: kept for key, kept in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
         for name, parameter in parameters.items():
             if name in before and before[name] in optimizer.state:
                 state[parameter] = optimizer.state[before[name]]
@@ -190,18 +192,41 @@ def replace_parameters(
 
 
 def find_foreign_state(optimizer: Optimizer) -> str:
-    """What of its state the optimizer keeps elsewhere than in `state` by parameter; empty: nothing.
+    """What of its state the optimizer keeps elsewhere than in `state`, or there by tensors that are none of its
+    parameters; empty: nothing.
 
     Numbers do not count: they are the same on all ranks.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if any(id(key) not in held for key in optimizer.state):
+    if any(isinstance(key, Tensor) and id(key) not in held for key in optimizer.state):
         return "state of other things than its parameters"
-    rest = {key: value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")}
-    for key, value in rest.items():
-        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
-            return f"tensors in {key}"
+    names = list_tensor_attributes(optimizer)
+    return f"tensors in {names[0]}" if names else ""
+
+
+def list_tensor_attributes(optimizer: Optimizer) -> list[str]:
+    """The attributes in which an optimizer keeps tensors that are no numbers: flat buffers, or constants."""
+    found = _list_attributes(optimizer)
+    return list(dict.fromkeys(name for name, leaf in found if isinstance(leaf, Tensor) and leaf.numel() > 1))
+
+
+def find_hidden_state(optimizer: Optimizer) -> str:
+    """Why checkpoints would lack state of the optimizer: it has another optimizer inside, whose `state` is not its own.
+    Empty: nothing is known against it."""
+    for name, leaf in _list_attributes(optimizer):
+        if isinstance(leaf, Optimizer) and leaf.state is not optimizer.state:
+            return (
+                f"{type(optimizer).__name__} keeps state in {name}, where no checkpoint finds it, so a restart would "
+                "lose it: give set_optimizer what is in there, in a list if it is several, or let both have one `state`"
+            )
     return ""
+
+
+def _list_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """The optimizer's attributes but its groups and state, and what is in them, by the attribute's name."""
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state"):
+            yield from ((name, leaf) for leaf in tree_leaves(value))
 
 
 def renew_placeholders(optimizers: Sequence[Optimizer]) -> None:

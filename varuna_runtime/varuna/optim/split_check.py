@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.error_text import first_line
 from varuna.diagnostics.user_code import user_code
+from varuna.optim.optimizers import find_hidden_state
 from varuna.optim.reduction import stepping
 from varuna.partition.tracing.in_place_writes import written_tensors
 from varuna.partition.tracing.operation_calls import storage_of, tensors_in
@@ -104,12 +105,16 @@ def check_optimizer(optimizer: Optimizer) -> list[Finding]:
 
 
 def check_splittable(optimizer: Optimizer, environment: WorkerEnvironment, sections: int) -> None:
-    """Raises ValueError for an optimizer that would train something else in some shape that the job may get.
+    """Raises ValueError for an optimizer that would train something else in some shape that the job may get, or after a
+    restart.
 
     `sections`: the model's number. In a lone process every optimizer is right.
     """
     if needs_closure(optimizer):
         raise ValueError(_CLOSURE.format(name=type(optimizer).__name__))
+    may_restart = bool(environment.agent_socket or environment.checkpoint_url)
+    if may_restart and (hidden := find_hidden_state(optimizer)):
+        raise ValueError(hidden)
     open_shape = environment.mode is Mode.CALIBRATE or environment.shape_is_open
     matters = {
         "stages": environment.plan.p > 1 or (open_shape and sections > 1),

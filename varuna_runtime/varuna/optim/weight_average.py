@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,9 +41,14 @@ class WeightAverage:
 
     def add_trained_parameters(self) -> None:
         """Starts averages of newly trained parameters. Called before each step of the optimizer."""
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad and name not in self.averages:
-                self.averages[name] = parameter.detach().clone()
+        self.start_averages([name for name, parameter in self._parameters.items() if parameter.requires_grad])
+
+    def start_averages(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The averages of these parameters; those that are new start at the parameters' values."""
+        for name in names:
+            if name not in self.averages:
+                self.averages[name] = self._parameters[name].detach().clone()
+        return {name: self.averages[name] for name in names}
 
     def follow_stage(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """From now on these are the stage's parameters. Averages of those that it had stay; new ones start there."""

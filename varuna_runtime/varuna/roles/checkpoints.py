@@ -19,6 +19,7 @@ from varuna.checkpoint import (
 )
 from varuna.checkpoint.saving.shares import count_bytes
 from varuna.checkpoint.script_states import RegisteredStates
+from varuna.checkpoint.state.group_options import OptionsByName
 from varuna.checkpoint.state.stage_state import held_state
 from varuna.checkpoint.worker_checkpoints import WorkerCheckpoints
 from varuna.distributed.agreement import BoundaryRequests, StepTotals, agree_on_totals
@@ -26,6 +27,7 @@ from varuna.distributed.groups import RankGroup
 from varuna.holdings.held_state import HeldState
 from varuna.model.script_changes import ScriptChanges
 from varuna.optim.non_finite_steps import describe_non_finite
+from varuna.optim.optimizers import left_out, list_tensor_attributes
 from varuna.optim.parameter_updater import ParameterUpdater
 from varuna.optim.precision import LossScaler
 from varuna.optim.weight_average import AVERAGE_STATE
@@ -69,12 +71,15 @@ class TrainingCheckpoints:
         self.registered.register_state(_CHANGES_STATE, changes, per=StateScope.JOB)
         self.were_loaded = False
         """Whether the script has loaded a checkpoint, or looked for one."""
+        self._loaded_options: OptionsByName | None = None
+        """Of the state from which no step has begun yet; None: there is none."""
         self.sources = StateSources()
         """Of the state that was loaded."""
         self.state_bytes = 0
         """Of the state that this process holds, as counted last; 0: not counted yet."""
         self._counts_optimizers = False
         """Whether `state_bytes` has state of the optimizers, which is there after their first update."""
+        self._has_warned = False
         self._everyone = assembly.everyone
         self.hold_stage(wrapped.model_map)
         self.checkpointing = WorkerCheckpoints(self._worker, self._everyone)
@@ -109,9 +114,25 @@ class TrainingCheckpoints:
         self._counts_optimizers = late_bytes > 0 or self._have_optimizers_state()
 
     def count_updated_state(self) -> None:
-        """Counts the state after a step, unless it has been counted since the optimizers' first update."""
+        """Counts the state after an update, unless it has been counted since the optimizers' first one. Warns once of
+        what no checkpoint holds."""
         if not self.state_bytes or (not self._counts_optimizers and self._have_optimizers_state()):
             self.count_state()
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn_of_lost_tensors()
+
+    def _warn_of_lost_tensors(self) -> None:
+        """After an update, by which optimizers have made what they keep."""
+        environment = self._worker.environment
+        if self._worker.topology.replica or not (environment.agent_socket or environment.checkpoint_url):
+            return
+        for optimizer in self._updater.optimizers:
+            if names := list_tensor_attributes(optimizer):
+                _log.warning(
+                    f"{type(optimizer).__name__} keeps tensors in {', '.join(names)}, where no checkpoint finds them: "
+                    "if they are state, a restart loses it; keep it in optimizer.state"
+                )
 
     def _have_optimizers_state(self) -> bool:
         return any(optimizer.state for optimizer in self._updater.optimizers)
@@ -155,7 +176,7 @@ class TrainingCheckpoints:
             raise CheckpointError(f"checkpoint(): {fault}, so no training could resume from this checkpoint")
         if self._updater.accumulation.is_pending:
             _log.warning("the checkpoint does not contain the gradients that await the next optimizer.step()")
-        self._changes.exchange_changes()
+        self._changes.exchange_changes(may_evaluate=True)
         self.checkpointing.save_checkpoint(
             url,
             self._progress.step if step is None else step,
@@ -172,8 +193,9 @@ class TrainingCheckpoints:
     def training_state(self) -> TrainingState:
         """The state of this rank: a view on the live tensors."""
         average = self._updater.average
+        held = self.held if average is None else replace(self.held, start_averages=average.start_averages)
         return replace(
-            self.held,
+            held,
             optimizers=self._updater.optimizers,
             schedulers=self.registered.schedulers,
             averages={} if average is None else average.averages,
@@ -216,6 +238,7 @@ class TrainingCheckpoints:
     def continue_from(self, loaded: LoadedCheckpoint) -> None:
         """The parameters and the optimizers' state are loaded; the rest follows them."""
         self.were_loaded = True
+        self._loaded_options = loaded.options
         average = self._updater.average
         self.sources = StateSources(peer_bytes=loaded.peer_bytes, store_bytes=loaded.bytes_read - loaded.peer_bytes)
         self._updater.accumulation.drop_gradients()
@@ -232,3 +255,17 @@ class TrainingCheckpoints:
             )
         if average is None and loaded.averaged:
             _log.warning("the checkpoint's average of the parameters is not loaded: give Varuna(ema=...) to keep it")
+
+    def explain_lost_groups(self) -> str:
+        """Why the first step from a loaded state cannot begin: the state was trained with a parameter group that the
+        script has not added again. Empty: it can, and later steps are not examined."""
+        options = self._loaded_options
+        lost = [] if options is None else options.list_lost(left_out(self._updater.optimizers, self._parameters))
+        if not lost:
+            self._loaded_options = None
+            return ""
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        return (
+            f"{lost[0]}{more} trained in a parameter group before, and no optimizer holds it now, so nothing would "
+            "train it: call add_param_group() before resume(), or freeze it with requires_grad_(False) after that"
+        )

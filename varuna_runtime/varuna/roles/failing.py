@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.checkpoint.script_states import RegisteredStates
 from varuna.devices.accelerator import peak_memory_bytes, total_memory_bytes
@@ -54,7 +56,13 @@ def _describe(optimizers: Sequence[Optimizer], registered: RegisteredStates) -> 
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
-    return repr((options, [scheduler.last_epoch for scheduler in registered.schedulers.values()]))
+    return repr((options, [_list_epochs(scheduler) for scheduler in registered.schedulers.values()]))
+
+
+def _list_epochs(scheduler: LRScheduler) -> list[Any]:
+    """How often the scheduler has stepped, and those in it: a ChainedScheduler has no count of its own."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return [getattr(scheduler, "last_epoch", None), *map(_list_epochs, inner)]
 
 
 @contextmanager

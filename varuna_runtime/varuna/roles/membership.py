@@ -6,12 +6,14 @@ they lack, and connect. A new process among them does the same in its script's `
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 import structlog
+import torch
 from torch import Tensor
 
 from varuna.assembly.assembly import connect_stage
@@ -30,6 +32,7 @@ from varuna.roles.meeting import GenerationMeeting, Meeting
 from varuna.roles.moved_sums import add_sums
 from varuna.roles.moving import NewcomerMove, StageMove
 from varuna.roles.progress import TrainingStep
+from varuna.roles.replica_options import describe_options, explain_different_options
 from varuna.roles.reshaping import (
     GenerationMember,
     SettledSums,
@@ -51,6 +54,8 @@ __all__ = ["GenerationMembership"]
 
 _log = structlog.get_logger("varuna")
 
+_FLOAT_MASK = (1 << 24) - 1
+"""Of the integers that a float32 has exactly."""
 _LINKS_END_S = 2.0
 """How long to wait for the threads of links whose connections are broken: they end within milliseconds."""
 
@@ -77,6 +82,9 @@ class GenerationMembership:
         """What this process finds of the next step that its script begins, if others are in it."""
         self._give_command: GiveCommand | StoreCommand | None = None
         """Given when the step under way had been agreed on: the script's next call gives the state."""
+        self._compared_after = 0
+        """The step after which the ranks compare the options of their replicas: the first with new processes. 0: there
+        are none."""
         self._last_step: TrainingStep | None = None
         """The step that this process ends though its script cannot follow the shape: new processes go on after it."""
         self._meeting = GenerationMeeting(parts, holder, self._prepare_last_step)
@@ -168,13 +176,40 @@ class GenerationMembership:
         return must_move(members, parts.stages) and not needs_all and may_be_late()
 
     def check_call(self, kind: CallKind) -> None:
-        """Leaves, together with the survivors, where the script of this new process makes another call than theirs."""
+        """Leaves, together with the survivors, where the script of this new process makes another call than theirs, or
+        would train with fewer parameter groups than theirs do."""
         if self._awaited_in not in (None, kind):
             awaited = self._awaited_in.name.lower()
             self._require_success(
                 f"a new process calls {kind.name.lower()}() before {awaited}(), where the others wait for it"
             )
+        if self._awaited_in is CallKind.STEP:
+            self._require_success(self._parts.checkpoints.explain_lost_groups())
         self._awaited_in = None
+
+    def require_batch(self, step: TrainingStep) -> None:
+        """Leaves, together with the survivors, where the script of this new process gives other inputs than theirs, so
+        that a rest of the step cannot be made."""
+        if step.batch is None:
+            self._require_success("a new process does not pass the batches of varuna.data.Batches as they are")
+
+    def compare_replicas(self) -> None:
+        """In the second step with new processes, together with all other ranks: leaves where the script of one has made
+        another learning rate, say, of what it had got for the first, so that new processes take the state.
+
+        The updates so far were equal.
+        """
+        parts, topology = self._parts, self._parts.worker.topology
+        if not self._compared_after or self._compared_after != parts.progress.step:
+            return
+        own = describe_options(parts.updater.optimizers)
+        digests = torch.zeros(len(topology.everyone))
+        digests[topology.rank] = zlib.crc32(own.encode()) & _FLOAT_MASK
+        parts.assembly.everyone.all_reduce([digests])
+        if (digests.view(topology.d, topology.p) == digests[: topology.p]).all():
+            return
+        described = parts.worker.rendezvous.exchange_values("options", topology.everyone, own)
+        self._require_success(explain_different_options(described, topology.p))
 
     def begin_first_step(self, step: TrainingStep) -> None:
         """In the first step after this process has joined others before it: makes `.grad` what it has got of the step,
@@ -460,6 +495,7 @@ class GenerationMembership:
         parts.non_finite.set_logging(logs=environment.rank == 0)
         if environment.survivors:
             parts.non_finite.count_anew()
+            self._compared_after = parts.progress.step + 1
         parts.scalars.follow_generation(environment)
         parts.checkpoints.follow_ranks(parts.assembly.everyone, parts.model_map)
         follow_shape(environment)

@@ -23,7 +23,8 @@ class TrainingStep:
 
     inputs: Mapping[str, Any]
     batch: RecentBatch | None
-    """What the inputs are, if a `Batches` made them last when the call began; None: they are the script's own."""
+    """What the inputs are, if a `Batches` made them last when the call began; None: they are the script's own, or the
+    script has changed them."""
     clip_grad_max_norm: float | None
     has_begun: bool = False
     """Whether a pass has."""

@@ -419,7 +419,7 @@ def _count_in_plan(examples: int, plan: Plan) -> int:
 def describe_script_obstacle(*, has_own_inputs: bool, accumulates: bool) -> str:
     """What the script does that keeps its processes from going on in place, and the way out; empty: nothing.
 
-    `has_own_inputs`: the newest step has inputs that are no batch of `Batches`.
+    `has_own_inputs`: the newest step has inputs that are no batch of `Batches`, or one that the script has changed.
     """
     if accumulates:
         return ACCUMULATES
@@ -431,7 +431,7 @@ def describe_script_obstacle(*, has_own_inputs: bool, accumulates: bool) -> str:
     if has_own_inputs:
         return (
             "the script does not pass the batches of varuna.data.Batches to step() as they are; pass each dict itself, "
-            "no copy, and fetch at most one ahead"
+            "no copy, make changes in collate, and fetch at most one ahead"
         )
     if list_script_groups():
         return OWN_GROUPS

@@ -201,7 +201,10 @@ class TrainingRole:
         self._parts.habits.begin_step(self._updater.optimizers, self.checkpoints.registered)
         self._worker.departure.raise_if_leaving()
         self._membership.check_call(CallKind.STEP)
+        if lost := self.checkpoints.explain_lost_groups():
+            raise RuntimeError(lost)
         self._worker.calls.enter_call(CallKind.STEP, self._progress.step)
+        self._membership.compare_replicas()
         self._updater.accumulation.inspect_script(self._updater.optimizers)
         if not self._parts.lacks_state:
             with STEP_CLOCK.measure(Activity.CHECKPOINT):

@@ -22,6 +22,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+import patient_holders
 from example_modules import BERT, example_modules
 from tied_ranks import OPTIMIZERS, MakeOptimizer, Rank, ranks_of, trained
 from varuna.checkpoint import (
@@ -54,13 +55,8 @@ IMPATIENCE_S = 0.5
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine holders come late, and chunks take long: here all wait for all as long as tests wait."""
-    for name in ("_INVENTORY_WAIT_S", "_WHOLE_WAIT_S"):
-        monkeypatch.setattr(held_state, name, DEADLINE_S)
-    for name in ("_CONNECT_S", "SILENCE_S", "_CHUNK_S"):
-        monkeypatch.setattr(taking, name, DEADLINE_S)
-    for name in ("HANDSHAKE_S", "SILENCE_S", "_LAST_CHUNK_S"):
-        monkeypatch.setattr(giving, name, DEADLINE_S)
+    for module, name in patient_holders.WAITS:
+        monkeypatch.setattr(module, name, DEADLINE_S)
 
 
 @dataclass

@@ -42,7 +42,7 @@ def take_shape(world: SurvivorWorld, p: int, d: int, ranks: list[int | None]) ->
 )
 def test_only_the_rest_of_the_step_is_run_in_the_next_shape(number: int, zygote: Zygote, tmp_path: Path) -> None:
     before, (p, d), ranks, task, wanted = SHAPES[number]
-    case = Case(*before, task=task, **leaving(), **wanted)
+    case = Case(*before, task=task, waits_for_links=True, **leaving(), **wanted)
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case)
         leave_within_step(world)

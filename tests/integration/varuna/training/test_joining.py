@@ -11,12 +11,10 @@ from safetensors.torch import save_file
 
 from leaving_generation import finish_in_new_processes
 from small_gpt import Task, make_model, train_plainly
-from survivor_world import SurvivorWorld
+from survivor_world import LEAVES_AFTER, SurvivorWorld
 from training_world import Zygote, assert_exact
 
 STEPS = 8
-PAUSE_S = 0.4
-"""Of each step from the third on. The command to leave comes in one of the pauses, long before the last step."""
 
 
 def assert_as_if_undisturbed(world: SurvivorWorld, task: Task) -> None:
@@ -47,7 +45,7 @@ def test_a_job_grows_with_its_processes_and_new_ones(
 ) -> None:
     task = replace(task, doubled=True)
     with ExitStack() as stack:
-        world = SurvivorWorld(stack, zygote, tmp_path, task, *before, wanted={"pause_s": PAUSE_S})
+        world = SurvivorWorld(stack, zygote, tmp_path, task, *before, wanted=LEAVES_AFTER)
         world.leave_at_boundary()
         p, d = after
         step = world.grow(replace(world.plan, p=p, d=d), ranks)
@@ -66,7 +64,7 @@ def test_new_processes_take_the_parameters_of_a_model_on_meta_from_the_others(zy
     weights = tmp_path / "model.safetensors"
     save_file(make_model(task).state_dict(), weights)
     with ExitStack() as stack:
-        wanted = {"pause_s": PAUSE_S, "weights": str(weights)}
+        wanted = {**LEAVES_AFTER, "weights": str(weights)}
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 1, wanted=wanted)
         world.leave_at_boundary()
         world.grow(replace(world.plan, p=3, d=1), [1, None, 0])
@@ -79,15 +77,16 @@ def test_new_processes_take_the_parameters_of_a_model_on_meta_from_the_others(zy
         ({"dies_before_resume": 1}, ""),
         ({"evaluates_first": True}, "a new process calls evaluate() before step(), where the others wait for it"),
         ({"trains_other": True}, "a new process has traced the model differently"),
+        ({"lowers_rate": True}, "lr of parameter group 0 is "),
     ],
-    ids=["it dies", "it evaluates first", "its model is another"],
+    ids=["it dies", "it evaluates first", "its model is another", "its learning rate is another"],
 )
 def test_the_others_keep_everything_where_a_new_process_cannot_join(
     wanted: dict[str, object], reason: str, zygote: Zygote, tmp_path: Path
 ) -> None:
     task = Task(steps=STEPS, doubled=True)
     with ExitStack() as stack:
-        world = SurvivorWorld(stack, zygote, tmp_path, task, 1, 1, wanted={"pause_s": PAUSE_S})
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 1, 1, wanted=LEAVES_AFTER)
         world.leave_at_boundary()
         world.grow(replace(world.plan, d=2), [0, None], wanted=wanted)
         finish_in_new_processes(stack, zygote, tmp_path, world, {0: 0})

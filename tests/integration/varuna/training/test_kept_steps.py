@@ -24,7 +24,7 @@ from kept_case import (
     start,
 )
 from leaving_generation import LeavingGeneration, assert_taken_from_memory
-from survivor_world import SurvivorWorld
+from survivor_world import LEAVES_AFTER, SurvivorWorld
 from training_world import Zygote
 from varuna_planner.schedule.batching import micro_batches
 from varuna_proto.v1 import agent_pb2
@@ -288,7 +288,7 @@ def test_every_example_is_counted_once_in_other_stages(is_lost: bool, zygote: Zy
     """`is_lost`: with a rank, in the middle of a step. Otherwise all ranks leave between two steps, and the script
     evaluates the batch of the step that went on in the other shape."""
     kills = [op_kill(1, "B", 2)] if is_lost else []
-    case = Case(2, 2, task=LEDGER, variant="ledger", kills=kills, pause_s=0.4)
+    case = Case(2, 2, task=LEDGER, variant="ledger", kills=kills, **({} if is_lost else LEAVES_AFTER))
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case)
         if not is_lost:

@@ -13,14 +13,12 @@ import pytest
 import late_state_script
 from leaving_generation import finish_in_new_processes
 from small_gpt import Task, train_plainly
-from survivor_world import SurvivorWorld
+from survivor_world import LEAVES_AFTER, SurvivorWorld
 from training_world import Zygote, assert_exact
 from varuna_proto.v1 import agent_pb2
 
 SCRIPT = Path(late_state_script.__file__)
 STEPS, LOST_IN = 6, 4
-PAUSE_S = 0.4
-"""Of each step from the third on. In one of these steps a command comes to leave."""
 
 
 def lose_one(
@@ -136,7 +134,7 @@ def grow_late(
 
     `late`: of the first ranks; `of_new`: of the new process, if that is not the same.
     """
-    wanted |= {"late": late, "pause_s": PAUSE_S}
+    wanted |= {"late": late, **LEAVES_AFTER}
     world = SurvivorWorld(stack, zygote, folder, task, 1, 2, script=SCRIPT, wanted=wanted)
     world.leave_at_boundary()
     late_of_new = {} if of_new is None else {"late": of_new}
@@ -183,7 +181,7 @@ def test_a_script_looks_into_late_state_where_replicas_copy_theirs(zygote: Zygot
     """All ranks meet for their first copies in the same step, though one of them has its whole state earlier."""
     task = Task(steps=STEPS, doubled=True)
     with ExitStack() as stack:
-        wanted = {"late": {}, "pause_s": PAUSE_S, "reads_state": True}
+        wanted = {**LEAVES_AFTER, "late": {}, "reads_state": True}
         world = SurvivorWorld(stack, zygote, tmp_path, task, 1, 3, script=SCRIPT, wanted=wanted, keepers=(1,))
         world.leave_at_boundary()
         world.grow(replace(world.plan, p=2, d=2), [0, None, 1, 2])

@@ -10,14 +10,12 @@ import pytest
 
 from leaving_generation import finish_in_new_processes
 from small_gpt import Task, make_model, train_plainly
-from survivor_world import SurvivorWorld
+from survivor_world import LEAVES_AFTER, SurvivorWorld
 from training_kills import SCRIPT
 from training_world import Ranks, Zygote, assert_exact
 from varuna_proto.state_use import OTHER_STAGES
 
 STEPS = 8
-PAUSE_S = 0.4
-"""Of each step from the third on. The command to leave comes in one of the pauses, long before the last step."""
 
 
 def assert_as_if_undisturbed(world: SurvivorWorld, task: Task) -> None:
@@ -44,7 +42,7 @@ def test_processes_take_the_stages_of_another_shape(number: int, doubled: bool, 
     before, after, task = CHANGES[number]
     task = replace(task, doubled=doubled)
     with ExitStack() as stack:
-        world = SurvivorWorld(stack, zygote, tmp_path, task, *before, wanted={"pause_s": PAUSE_S})
+        world = SurvivorWorld(stack, zygote, tmp_path, task, *before, wanted=LEAVES_AFTER)
         world.leave_at_boundary()
         p, d = after
         (step,) = set(world.go_on_as(replace(world.plan, p=p, d=d), world.ranks[: p * d]))
@@ -65,7 +63,7 @@ def test_the_script_keeps_its_random_numbers_and_its_average_in_another_shape(zy
     with Ranks(zygote, tmp_path / "undisturbed", task, 1, 1, wanted=wanted) as undisturbed:
         expected = undisturbed.finish()
     with ExitStack() as stack:
-        wanted = {**wanted, "pause_s": PAUSE_S}
+        wanted = {**wanted, **LEAVES_AFTER}
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
         world.leave_at_boundary()
         world.go_on_as(replace(world.plan, p=3, d=1, micro_batch=1), world.ranks[1:])
@@ -88,7 +86,7 @@ def test_the_states_size_has_the_optimizers_after_a_loss_in_the_first_step(zygot
     """Processes that take other stages before the first update have no optimizers' state yet."""
     task = Task(steps=STEPS, doubled=True)
     with ExitStack() as stack:
-        wanted = {"kill": {"rank": 1, "at": "before the sums"}, "pause_s": PAUSE_S}
+        wanted = {"kill": {"rank": 1, "at": "before the sums"}, "leaves_after": {"step": 3, "generations": 2}}
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted, script=SCRIPT)
         world.wait_until_left({1})
         assert world.go_on_as(replace(world.plan, p=3, d=1), [0, 3, 2]) == [0, 0, 0]
@@ -116,7 +114,7 @@ def test_ranks_become_the_last_stage_in_a_first_step_whose_weight_only_some_know
 def test_a_rank_is_lost_in_the_exchange_and_the_others_have_everything(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS)
     with ExitStack() as stack:
-        wanted = {"pause_s": PAUSE_S, "dies_in_move": 2}
+        wanted = {**LEAVES_AFTER, "dies_in_move": 2}
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
         world.leave_at_boundary()
         world.go_on_as(replace(world.plan, p=4, d=1), [3, 2, 1, 0])
@@ -127,7 +125,7 @@ def test_a_rank_is_lost_in_the_exchange_and_the_others_have_everything(zygote: Z
 def test_a_rank_is_lost_as_the_others_connect_with_their_new_stages(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS)
     with ExitStack() as stack:
-        wanted = {"pause_s": PAUSE_S, "dies_connecting": 2}
+        wanted = {**LEAVES_AFTER, "dies_connecting": 2}
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
         world.leave_at_boundary()
         world.go_on_as(replace(world.plan, p=4, d=1), [3, 2, 1, 0])
@@ -138,7 +136,7 @@ def test_a_rank_is_lost_as_the_others_connect_with_their_new_stages(zygote: Zygo
 def test_a_script_that_keeps_parameters_restarts_from_memory(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS, optimizer="momentum")
     with ExitStack() as stack:
-        wanted = {"pause_s": PAUSE_S, "keeps_parameters": True}
+        wanted = {**LEAVES_AFTER, "keeps_parameters": True}
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 1, wanted=wanted)
         world.leave_at_boundary()
         world.go_on_as(replace(world.plan, p=1, d=2), [1, 0])

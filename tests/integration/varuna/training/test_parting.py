@@ -40,7 +40,7 @@ def count_redone(world: SurvivorWorld) -> set[int]:
 )
 def test_what_the_replicas_of_leaving_ranks_did_counts(number: int, zygote: Zygote, tmp_path: Path) -> None:
     before, spare, (p, d), ranks, task, wanted = SHAPES[number]
-    case = Case(*before, task=task, **leaving(), **wanted)
+    case = Case(*before, task=task, waits_for_links=True, **leaving(), **wanted)
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case)
         leave_within_step(world, spare=spare)

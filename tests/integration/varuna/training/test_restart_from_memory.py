@@ -14,13 +14,12 @@ from leaving_generation import (
     replace_steps,
 )
 from small_gpt import Task
+from survivor_world import LEAVES_AFTER
 from training_world import Zygote
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 from varuna_proto.v1 import agent_pb2
 
 STEPS = 8
-PAUSE_S = 1.0
-"""Of each step from the third on. The command to leave comes in one of the pauses, long before the last step."""
 
 
 @pytest.mark.parametrize(
@@ -38,8 +37,8 @@ def test_another_shape_goes_on_from_the_memories_of_the_one_before(
     before: tuple[int, int], after: tuple[int, int], task: Task, zygote: Zygote, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        first = LeavingGeneration(stack, zygote, tmp_path, task, *before, wanted={"pause_s": PAUSE_S})
-        step = first.hold_first(3)
+        first = LeavingGeneration(stack, zygote, tmp_path, task, *before, wanted=LEAVES_AFTER)
+        step = first.hold_first()
         holders = set(range(before[0] * before[1]))
         second = LeavingGeneration(stack, zygote, tmp_path, task, *after, generation=2, holders=tuple(sorted(holders)))
         first.give_to(second, holders)
@@ -76,8 +75,8 @@ def test_holders_give_to_the_generation_after_one_that_has_failed(zygote: Zygote
     """A rank of the second generation dies before it has loaded, so the holders still have everything."""
     task = Task(steps=STEPS)
     with ExitStack() as stack:
-        first = LeavingGeneration(stack, zygote, tmp_path, task, 1, 2, wanted={"pause_s": PAUSE_S})
-        step = first.hold_first(3)
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 1, 2, wanted=LEAVES_AFTER)
+        step = first.hold_first()
         second = LeavingGeneration(
             stack, zygote, tmp_path, task, 2, 1, generation=2, holders=(0, 1), wanted={"dies_before_resume": 1}
         )
@@ -96,9 +95,9 @@ def test_a_section_that_nobody_holds_comes_from_the_store(zygote: Zygote, tmp_pa
     task = Task(steps=STEPS)
     with ExitStack() as stack:
         more = {"checkpoint_url": str(tmp_path / "store"), "environ": {"VARUNA_CHECKPOINT_INTERVAL_S": "0.01"}}
-        first = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, wanted={"pause_s": PAUSE_S}, **more)
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, wanted=LEAVES_AFTER, **more)
         first.ends[0].wait_for(lambda message: message.HasField("checkpoint_done"))
-        first.hold_first(4)
+        first.hold_first()
         saved = max(
             message.checkpoint_done.step for message in first.ends[0].messages if message.HasField("checkpoint_done")
         )

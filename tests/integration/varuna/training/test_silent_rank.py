@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from agent_end import AgentEnd
 from small_gpt import Task
 from training_world import Ranks, Zygote
 from varuna_proto.v1 import agent_pb2, worker_pb2
+from waiting import wait_until
 
 
 def is_waiting_without(*quiet: int) -> worker_pb2.WorkerMessage:
@@ -41,7 +43,13 @@ def test_the_ranks_that_wait_report_the_one_that_does_not_answer(silent: int, zy
         for end, done in zip(ends, steps, strict=True):
             end.wait_for_number("step_done", done + 1)
         for end in witnesses:
-            waits = [message for message in end.messages if message.HasField("waiting")]
-            after = waits[waits.index(is_waiting_without(silent)) + 1 :]
-            assert after, "its answer, or the end of the wait, is reported"
-            assert not after[0].waiting.quiet_ranks
+            # On a busy machine a sound rank is quiet for a moment, too.
+            wait_until(partial(is_back, end, silent), "the report of its answer, or of the end of the wait")
+
+
+def is_back(end: AgentEnd, silent: int) -> bool:
+    """Whether a message without `silent` has followed the one that named no other rank."""
+    waits = end.list_messages("waiting")
+    return any(
+        silent not in message.waiting.quiet_ranks for message in waits[waits.index(is_waiting_without(silent)) :]
+    )

@@ -22,8 +22,9 @@ from kept_case import (
     read_forwards,
     start,
 )
+from leaving_case import leaving
 from small_gpt import Task, train_plainly
-from survivor_world import SurvivorWorld
+from survivor_world import LEAVES_AFTER, SurvivorWorld
 from training_world import Ranks, Zygote, assert_exact
 from varuna_planner.schedule.batching import micro_batches
 from varuna_proto.v1 import agent_pb2
@@ -104,7 +105,7 @@ def test_survivors_share_the_rest_of_the_step_as_the_next_plan_does(
 
 
 def test_shares_change_in_place_in_the_middle_of_a_step_and_nothing_moves(zygote: Zygote, tmp_path: Path) -> None:
-    case = Case(2, 2, op_s=0.05, task={"global_batch": 11}, shares=(2, 4))
+    case = Case(2, 2, task={"global_batch": 11}, shares=(2, 4), **leaving())
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case)
         for end in world.ends.values():
@@ -126,7 +127,7 @@ def test_shares_change_in_place_in_the_middle_of_a_step_and_nothing_moves(zygote
 def test_a_job_with_equal_shares_grows_into_one_with_unequal_shares(zygote: Zygote, tmp_path: Path) -> None:
     task = replace(TASK, steps=8)
     with ExitStack() as stack:
-        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 1, wanted={"pause_s": 0.4})
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 1, wanted=LEAVES_AFTER)
         world.leave_at_boundary()
         world.grow(replace(world.plan, d=2, shares=(1, 3)), [None, None, 0, 1])
         assert_exact(world.finish(), train_plainly(task), task)

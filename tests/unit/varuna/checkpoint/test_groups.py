@@ -268,6 +268,20 @@ def test_several_optimizers_need_not_be_on_every_rank(tmp_path: Path) -> None:
         assert ("exp_avg" in state) == ("d" in rank.parameters)
 
 
+def test_a_parameter_whose_group_is_added_after_the_load_has_its_state_in_the_optimizer_that_had_it(
+    tmp_path: Path,
+) -> None:
+    [whole] = make_ranks(1, pair(SGD, AdamW))
+    whole.train()
+    save(tmp_path, 1, [whole])
+    [fresh] = make_ranks(1, pair(SGD, AdamW))
+    added, [sgd, adam] = fresh.parameters["d"], fresh.optimizers
+    adam.param_groups[0]["params"] = [nn.Parameter(torch.ones(1))]
+    fresh.load(tmp_path, 1)
+    assert added not in sgd.state
+    assert torch.equal(adam.state[added]["exp_avg"], whole.optimizers[1].state[whole.parameters["d"]]["exp_avg"])
+
+
 def test_a_parameter_that_went_to_another_optimizer_is_named(tmp_path: Path) -> None:
     save(tmp_path, 1, make_ranks(1, pair(SGD, AdamW)))
     [fresh] = make_ranks(1, pair(AdamW, SGD))

@@ -7,7 +7,10 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +29,16 @@ from varuna.checkpoint import (
     newest_complete,
     read_parameters,
     resume_checkpoint,
+    worker_checkpoints,
 )
 from varuna.checkpoint.loading.loader import LoadedCheckpoint
+from varuna.checkpoint.storage import answers, local
 from varuna.checkpoint.storage.local import on_one_disk
 from varuna.checkpoint.storage.store import CheckpointStore
+from varuna.checkpoint.worker_checkpoints import WorkerCheckpoints
+from varuna.distributed.departure import Departure
+from varuna.distributed.groups import RankGroup
+from varuna_proto.environment import WorkerEnvironment
 from waiting import DEADLINE_S
 
 SECTIONS = 4
@@ -308,3 +317,47 @@ def test_a_folder_on_the_stores_own_disk_is_worth_no_copies(tmp_path: Path) -> N
     assert not on_one_disk("s3://bucket/job", str(tmp_path))
     with pytest.raises(ValueError, match="local folder"):
         on_one_disk(str(tmp_path), "s3://bucket/copies")
+
+
+@pytest.fixture
+def server_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The folder `store` is of a file server that is away: what asks for it waits until the test is over."""
+    is_back, find_device = threading.Event(), local._device
+
+    def await_server(path: Path) -> int:
+        if path == tmp_path / "store":
+            is_back.wait(DEADLINE_S)
+        return find_device(path)
+
+    monkeypatch.setattr(local, "_device", await_server)
+    monkeypatch.setattr(answers, "_ANSWER_LIMIT_S", 0.01)
+    yield
+    is_back.set()
+
+
+@pytest.mark.usefixtures("server_is_away")
+def test_a_store_that_does_not_answer_is_on_another_disk(tmp_path: Path) -> None:
+    assert not on_one_disk(str(tmp_path / "store"), str(tmp_path / "copies"))
+
+
+def test_a_process_that_goes_on_does_not_ask_again_where_the_store_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    departure = Departure()
+    environment = replace(
+        WorkerEnvironment.alone("job", micro_batch=1, global_batch=1),
+        checkpoint_url=str(tmp_path / "store"),
+        local_checkpoint_dir=str(tmp_path / "copies"),
+    )
+    worker: Any = SimpleNamespace(
+        environment=environment, departure=departure, link=SimpleNamespace(report_checkpoint=None)
+    )
+    questions: list[str] = []
+    monkeypatch.setattr(worker_checkpoints, "on_one_disk", lambda url, _: questions.append(url))
+    found: WorkerCheckpoints | None = None
+    for _ in range(2):
+        found = WorkerCheckpoints(worker, RankGroup(None, (0,), departure), before=found)
+        found.abandon_saves()
+        [writer] = found._writers.values()
+        assert writer._local == environment.local_checkpoint_dir
+    assert questions == [environment.checkpoint_url]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import structlog
@@ -28,6 +31,9 @@ from varuna.checkpoint import (
     read_manifest,
     resume_checkpoint,
 )
+from varuna.checkpoint.loading.resuming import HeldStateProposal
+from varuna.checkpoint.storage import answers
+from varuna.checkpoint.storage.store import CheckpointStore
 from varuna.diagnostics.loading_progress import LOADING_PROGRESS
 from waiting import DEADLINE_S
 
@@ -213,10 +219,66 @@ def test_the_samples_that_were_used_come_back(tmp_path: Path) -> None:
 
 
 def test_loading_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer of the store, too: one that takes a minute for each sends no piece of a file for minutes."""
     save(tmp_path, 1)
     signs: list[None] = []
     monkeypatch.setattr(LOADING_PROGRESS, "_report", lambda: signs.append(None))
-    loaded = load_checkpoint(str(tmp_path), 1, make_state())
+    loaded = resume_checkpoint(str(tmp_path), make_state())
     files = len(list((tmp_path / "varuna_ckpt_1").glob("*.safetensors")))
+    assert loaded is not None
     assert loaded.step == 1
-    assert len(signs) == 2 * files  # to verify and to fill
+    by_rank_0 = 4  # the steps, the files twice, and the manifest
+    by_each_rank = 2 + 2 * files  # the files, and the manifest; each file to verify and to fill
+    assert len(signs) == by_rank_0 + by_each_rank
+
+
+def test_saving_is_no_sign_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves read the store while training may hang."""
+    signs: list[None] = []
+    monkeypatch.setattr(LOADING_PROGRESS, "_report", lambda: signs.append(None))
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    assert not signs
+
+
+class HeldHere:
+    """What processes hold of a step, of which this one is the only rank."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.is_loaded: bool | None = None
+
+    def propose_state(self) -> HeldStateProposal:
+        return HeldStateProposal(self.step, "document")
+
+    def stage_state(self, document: str, state: TrainingState, exchange: Callable[[str], list[str]]) -> Any:
+        return SimpleNamespace(fill_state=lambda: SimpleNamespace(step=self.step))
+
+    def exclude_holders(self, ranks: Iterable[int]) -> None:
+        raise AssertionError("no holder is at fault")
+
+    def announce_end(self, *, is_loaded: bool) -> None:
+        self.is_loaded = is_loaded
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_store_that_does_not_answer_keeps_no_rank_from_what_processes_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that is away blocks a call for as long as it is."""
+    is_back = threading.Event()
+    monkeypatch.setattr(CheckpointStore, "list_steps", lambda _: is_back.wait(DEADLINE_S) and [])
+    monkeypatch.setattr(answers, "_ANSWER_LIMIT_S", 0.01)
+    memory = HeldHere(step=5)
+    with ThreadPoolExecutor(1) as pool, structlog.testing.capture_logs() as log:
+        resuming = pool.submit(resume_checkpoint, str(tmp_path), make_state(), committed_step=5, memory=memory)
+        try:
+            loaded = resuming.result(DEADLINE_S / 2)
+        finally:
+            is_back.set()
+    assert loaded is not None
+    assert loaded.step == 5
+    assert memory.is_loaded
+    assert [line["event"] for line in log] == ["the checkpoint store does not answer"]

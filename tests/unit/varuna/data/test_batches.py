@@ -504,6 +504,122 @@ def test_a_batch_stays_known_whatever_others_are_made(monkeypatch: pytest.Monkey
     assert recent.renew()["number"].tolist() == source.indices(2)
 
 
+def mask_labels(batch: dict[str, Any]) -> None:
+    batch["number"][0] = -100
+
+
+def mask_a_view(batch: dict[str, Any]) -> None:
+    batch["number"].unsqueeze(0)[:, 1:] = -100
+
+
+def add_labels(batch: dict[str, Any]) -> None:
+    batch["labels"] = batch["number"]
+
+
+def replace_labels(batch: dict[str, Any]) -> None:
+    batch["number"] = batch["number"] + 1
+
+
+def change_type(batch: dict[str, Any]) -> None:
+    batch["number"] = batch["number"].float()
+
+
+def mask_before_a_copy(batch: dict[str, Any]) -> None:
+    batch["number"].neg_()
+    batch["number"] = batch["number"].clone()
+
+
+def change_nested(batch: dict[str, Any]) -> None:
+    batch["nested"]["numbers"][0] = batch["number"]
+
+
+def append_nested(batch: dict[str, Any]) -> None:
+    batch["nested"]["numbers"].append(batch["number"])
+
+
+class Nested(Numbers):
+    """Its batches have a list of tensors, too."""
+
+    @staticmethod
+    def collate(items: list[dict[str, int]]) -> dict[str, Any]:
+        numbers = torch.tensor([item["number"] for item in items])
+        return {"number": numbers, "id": [str(item["number"]) for item in items], "nested": {"numbers": [numbers + 1]}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        mask_labels,
+        mask_a_view,
+        add_labels,
+        replace_labels,
+        change_type,
+        mask_before_a_copy,
+        change_nested,
+        append_nested,
+    ],
+)
+def test_a_batch_that_the_script_has_changed_is_not_known(
+    change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made again, for another share say, it would be without the change."""
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    source = Batches(Nested(), collate=Nested.collate)
+    first, second = source.batch(1), source.batch(2)
+    change(first)
+    assert find_recent_batch(first) is None
+    assert find_recent_batch(second) is not None
+    follow_shape(worker_of(3, 0))
+    renew_batch(second)
+    change(second)
+    assert find_recent_batch(second) is None, "whatever it has been made again for"
+
+
+def copy_tensors(batch: dict[str, Any]) -> None:
+    batch["number"] = batch["number"].to(torch.int64, copy=True)
+
+
+def put_the_same(batch: dict[str, Any]) -> None:
+    batch.update(dict(batch))
+    batch["nested"] = {"numbers": list(batch["nested"]["numbers"])}
+
+
+@pytest.mark.parametrize("change", [copy_tensors, put_the_same])
+def test_a_batch_whose_tensors_the_script_has_moved_is_known(
+    change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    source = Batches(Nested(), collate=Nested.collate)
+    batch = source.batch(1)
+    change(batch)
+    assert renew_batch(batch) is batch
+    follow_shape(worker_of(3, 0))
+    assert renew_batch(batch)["number"].tolist() == source.indices(1)
+
+
+def test_what_the_script_takes_out_of_a_batch_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model would not know it."""
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    source = Batches(Nested(), collate=Nested.collate)
+    batch = source.batch(1)
+    batch.pop("id")
+    recent = find_recent_batch(batch)
+    assert recent is not None
+    assert recent.fetch_examples([range(3)]).keys() == batch.keys()
+    follow_shape(worker_of(3, 0))
+    assert recent.renew().keys() == {"number", "nested"}
+    batch.pop("nested")
+    assert renew_batch(batch).keys() == {"number"}
+
+
+def test_tensors_that_have_no_version_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    source = Batches(Nested(), collate=Nested.collate)
+    with torch.inference_mode():
+        batch = source.batch(1)
+    assert find_recent_batch(batch) is not None
+
+
 def test_batches_of_which_the_script_keeps_nothing_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
     source = Batches(Numbers())

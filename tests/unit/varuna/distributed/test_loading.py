@@ -10,13 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from varuna.checkpoint import TrainingState
+from varuna.checkpoint.worker_checkpoints import WorkerCheckpoints
 from varuna.distributed.departure import Departure, PeerLost
-from varuna.distributed.rendezvous import Rendezvous
+from varuna.distributed.groups import RankGroup
+from varuna.distributed.rendezvous import LOADING_PATIENCE, Rendezvous
 from varuna_proto.environment import WorkerEnvironment
 from varuna_proto.plan import Plan
 from waiting import DEADLINE_S, wait_until
@@ -76,6 +81,33 @@ def test_a_rank_that_loads_for_long_is_waited_for(join: Joining) -> None:
         waiting.result(DEADLINE_S)
     ranks[0].store.set("later", "value")
     assert ranks[1].store.get("later") == b"value"
+
+
+def test_a_rank_that_reads_its_part_of_a_checkpoint_for_long_is_waited_for(join: Joining, tmp_path: Path) -> None:
+    """The others, whose parts may lie on their own VMs, keep the patience that they have."""
+    ranks = [join(0), join(1)]
+
+    def resume(rank: Rendezvous) -> object:
+        rank.wait_for_loading((0, 1))
+        environment = replace(rank._environment, checkpoint_url=str(tmp_path))
+        worker: Any = SimpleNamespace(
+            environment=environment,
+            rendezvous=rank,
+            departure=rank._departure,
+            link=SimpleNamespace(report_checkpoint=None),
+        )
+        checkpoints = WorkerCheckpoints(worker, RankGroup(None, (0, 1), rank._departure))
+        state = TrainingState(sections=range(1), section_count=1, parameters={}, section_of={})
+        try:
+            return checkpoints.resume_newest(state, memory=None)
+        finally:
+            checkpoints.abandon_saves()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(resume, ranks, timeout=DEADLINE_S)) == [None, None]
+    for rank in ranks:
+        served: Any = rank._served
+        assert served._limit == LOADING_PATIENCE
 
 
 def test_a_rank_without_a_place_is_not_waited_for(join: Joining) -> None:

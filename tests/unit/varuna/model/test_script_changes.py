@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,141 @@ def test_a_change_that_the_stages_cannot_follow_is_refused_by_name() -> None:
     model.eval()
     with pytest.raises(PartitionError, match=r"cannot be trained after eval\(\) of the model.*call train\(\)"):
         model.step(batch())
+
+
+def count_traces(model: Varuna, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Gets an entry for each trace after a change."""
+    traces: list[object] = []
+    changes = training_role(model)._parts.changes
+    trace_model = changes.trace_model
+
+    def trace_counted(*args: Any) -> Any:
+        traces.append(args)
+        return trace_model(*args)
+
+    monkeypatch.setattr(changes, "trace_model", trace_counted)
+    return traces
+
+
+def body_of(model: Varuna) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if name.startswith("body.")]
+
+
+def set_trains(model: Varuna, trains: bool) -> None:
+    for parameter in body_of(model):
+        parameter.requires_grad_(trains)
+
+
+@pytest.mark.parametrize("through", ["users", "varuna"])
+def test_what_was_unfrozen_since_it_was_frozen_after_wrapping_trains_when_it_goes_on(
+    through: str, tmp_path: Path
+) -> None:
+    """The script freezes it each time that it starts, and unfreezes it once."""
+    losses = []
+    for first in (True, False):
+        users = Head()
+        model = wrap(users)
+        handle = model if through == "varuna" else users
+        for name, parameter in handle.named_parameters():
+            parameter.requires_grad_(not name.startswith("body."))
+        users.norm.eval()
+        if first:
+            model.step(batch())
+            for parameter in handle.parameters():
+                parameter.requires_grad_(True)
+            users.norm.train()
+            model.step(batch(1))
+            assert model.checkpoint(str(tmp_path))
+        else:
+            model.load_checkpoint(str(tmp_path), 2)
+            assert [p.requires_grad for p in (*body_of(model), *users.body.parameters())] == [True] * 4
+            assert users.norm.training
+        losses.append([model.step(batch(step))[0] for step in (2, 3)])
+    assert losses[0] == losses[1]
+
+
+def test_a_process_that_gives_its_state_before_a_step_gives_what_its_script_has_set() -> None:
+    """A new one whose script has set the same must not undo it."""
+    given, new = wrap(Head()), wrap(Head())
+    for model in (given, new):
+        model.eval()
+        set_trains(model, trains=False)
+    state = training_role(given)._parts.changes.state_dict()
+    training_role(new)._parts.changes.load_state_dict(state)
+    assert modes_in(new) == [False, False]
+    assert not any(parameter.requires_grad for parameter in body_of(new))
+
+
+def test_a_choice_that_the_script_makes_after_loading_counts(tmp_path: Path) -> None:
+    model = wrap(Head())
+    model.step(batch())
+    assert model.checkpoint(str(tmp_path))
+    again = wrap(Head())
+    again.load_checkpoint(str(tmp_path), 1)
+    set_trains(again, trains=False)
+    before = [parameter.detach().clone() for parameter in body_of(again)]
+    again.step(batch(1))
+    torch.testing.assert_close(before, [parameter.detach() for parameter in body_of(again)], rtol=0, atol=0)
+
+
+def modes_in(model: Varuna) -> list[bool]:
+    stage = training_role(model).assembly.stage.module
+    return [stage.training, stage.get_submodule("norm").training]
+
+
+@pytest.mark.parametrize("through", ["users", "varuna"])
+def test_a_checkpoint_between_evaluations_goes_on_in_the_mode_of_training(
+    through: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a script asks for it that keeps the best."""
+    users = Head().eval()
+    model = wrap(users)
+    handle = model if through == "varuna" else users
+    handle.train()
+    model.step(batch())
+    traces = count_traces(model, monkeypatch)
+    handle.eval()
+    set_trains(model, trains=False)
+    assert model.checkpoint(str(tmp_path))
+    assert (users.training, users.norm.training) == (False, False), "the script is not done with its evaluation"
+    handle.train()
+    expected = model.step(batch(1))[0]
+    assert len(traces) == 1, "for what is frozen now"
+    users = Head().eval()
+    again = wrap(users)
+    again.load_checkpoint(str(tmp_path), 1)
+    assert [users.training, users.norm.training, *modes_in(again)] == [True] * 4
+    assert not any(parameter.requires_grad for parameter in body_of(again))
+    assert again.step(batch(1))[0] == expected
+
+
+def test_a_checkpoint_before_the_first_step_after_a_load_keeps_the_modes_of_training(tmp_path: Path) -> None:
+    users = Head()
+    model = wrap(users)
+    users.norm.eval()
+    model.step(batch())
+    assert model.checkpoint(str(tmp_path))
+    again = wrap(Head())
+    again.load_checkpoint(str(tmp_path), 1)
+    again.eval()
+    assert again.checkpoint(str(tmp_path), 2)
+    users = Head()
+    wrap(users).load_checkpoint(str(tmp_path), 2)
+    assert (users.training, users.norm.training) == (True, False)
+
+
+@pytest.mark.parametrize("trains_in", [True, False])
+def test_a_checkpoint_keeps_modes_that_are_no_evaluation(trains_in: bool, tmp_path: Path) -> None:
+    """Those of a part, set since the step before, and those of a model that trains in evaluation mode."""
+    users = Head()
+    model = wrap(users)
+    model.train(trains_in)
+    model.step(batch())
+    users.norm.train(not trains_in)
+    assert model.checkpoint(str(tmp_path))
+    users = Head()
+    wrap(users).load_checkpoint(str(tmp_path), 1)
+    assert (users.training, users.norm.training) == (trains_in, not trains_in)
 
 
 # ---------------------------------------------------------------- ranks that a loss sends into another generation
@@ -228,3 +364,18 @@ def test_a_meeting_in_a_first_step_keeps_what_the_ranks_have_agreed_on(monkeypat
     assert split_spans(own.agreed_changes) == role._changes.agreed
     assert not role._changes.are_pending
     assert not users.training
+
+
+def test_ranks_keep_the_modes_of_training_while_some_evaluate() -> None:
+    ranks = Ranks()
+    ranks.on_all(ScriptChanges.begin_step)
+    ranks.connect(exchanges=False)
+    ranks.users[0].eval()
+    ranks.models[1].get_parameter("body.weight").requires_grad_(False)
+    ranks.on_all(partial(ScriptChanges.exchange_changes, may_evaluate=True))
+    assert [one.trains["body.weight"] for one in ranks.changes] == [False, False]
+    assert [users.training for users in ranks.users] == [False, True]
+    ranks.users[0].train()
+    ranks.on_all(ScriptChanges.begin_step)
+    assert [one.are_pending for one in ranks.changes] == [False, False]
+    assert ranks.changes[0].agreed == ranks.changes[1].agreed

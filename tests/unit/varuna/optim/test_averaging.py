@@ -115,6 +115,36 @@ def test_what_is_trained_later_is_averaged_from_then_on(tmp_path: Path) -> None:
     expected.check(tmp_path / "model")
 
 
+def test_the_average_of_what_was_unfrozen_goes_on_after_a_load(tmp_path: Path) -> None:
+    """Also of what is frozen again: it still moves."""
+
+    def wrap_all() -> Varuna:
+        model = Varuna(Tower(), get_batch_fn=batch, ema=DECAY)
+        model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        return model
+
+    model = wrap_all()
+    expected = PyTorchs(model)
+    for step in range(4):
+        model.get_parameter("base.weight").requires_grad_(step in (1, 2))
+        model.get_parameter("base.bias").requires_grad_(step > 0)
+        model.step(batch())
+        expected.update()
+    assert model.checkpoint(str(tmp_path))
+    again = wrap_all()
+    again.load_checkpoint(str(tmp_path), 4)
+    for one in (model, again):
+        one.step(batch())
+    expected.update()
+    average, loaded = training_role(model).average, training_role(again).average
+    assert average is not None
+    assert loaded is not None
+    torch.testing.assert_close(loaded.averages, average.averages, rtol=0, atol=0)
+    assert again.checkpoint(str(tmp_path))
+    export_model(str(tmp_path / "varuna_ckpt_5"), tmp_path / "model", ema=True)
+    expected.check(tmp_path / "model")
+
+
 def test_a_step_that_overflows_is_not_averaged() -> None:
     model = Varuna(Tower(), get_batch_fn=batch, ema=DECAY, fp16=True)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

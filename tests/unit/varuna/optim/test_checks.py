@@ -166,6 +166,21 @@ def test_random_draws_closures_and_hooks() -> None:
     assert "in clip_before" in finding.place
 
 
+def test_an_optimizer_in_another_one_is_refused_where_the_job_may_restart() -> None:
+    class Outer(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.inner = [torch.optim.Adam(params)]
+
+    optimizer = Outer(parameters())
+    check_splittable(optimizer, LONE, 1)
+    for environment in (replace(LONE, checkpoint_url="/ckpt"), replace(LONE, agent_socket="/agent")):
+        with pytest.raises(ValueError, match=r"^Outer keeps state in inner, where no checkpoint finds it"):
+            check_splittable(optimizer, environment, 1)
+    optimizer.inner[0].state = optimizer.state
+    check_splittable(optimizer, replace(LONE, checkpoint_url="/ckpt"), 1)
+
+
 def test_an_optimizer_that_copies_cannot_step_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     def wants(trained: Sequence[Tensor]) -> float:
         assert trained[0].shape == (6,), "of my own size only"

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from training_roles import training_role
 from varuna import Varuna
 from varuna.copies.share_marks import MarkedSums, ShareMark
+from varuna.distributed.departure import Departure, GenerationEnded
 from varuna.roles import membership
+from varuna.roles.kept_shares import StepRest
 from varuna.roles.meeting import _find_sums
+from varuna.roles.progress import TrainingStep
 from varuna.roles.reshaping import GenerationMember
 from varuna.roles.training import TrainingRole
 from varuna_proto.environment import EXIT_PEER_LOST
@@ -102,3 +105,20 @@ def test_what_fails_between_two_generations_is_not_the_scripts_fault(
     with pytest.raises(SystemExit):
         role._membership.join_next(None)
     assert codes == [EXIT_PEER_LOST]
+
+
+def test_a_new_process_whose_script_has_changed_its_batch_leaves_the_rest_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is no error of the script, of which the job would fail."""
+    role = make_role()
+
+    def leave(_: Departure, exit_: GenerationEnded) -> None:
+        raise exit_
+
+    monkeypatch.setattr(Departure, "leave_generation", leave)
+    rest = StepRest(numbers=(1,), micro_batch=2, examples=2, expected_weight=4.0)
+    step = TrainingStep(inputs={"x": torch.ones(4, 2)}, batch=None, clip_grad_max_norm=None, rest=rest)
+    with pytest.raises(GenerationEnded) as left:
+        role._share._cut_share(step)
+    assert "a new process does not pass the batches of varuna.data.Batches as they are" in left.value.reason

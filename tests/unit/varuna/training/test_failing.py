@@ -52,6 +52,21 @@ def test_a_script_that_steps_its_schedule_has_to_do_so_before_it_fails() -> None
     assert script.is_between_steps
 
 
+def test_a_chain_of_schedules_is_seen_to_step() -> None:
+    """It counts nothing itself."""
+    script = Script()
+    lasting = torch.optim.lr_scheduler.ConstantLR(script.optimizers[0], total_iters=100)
+    chain = torch.optim.lr_scheduler.ChainedScheduler([script.schedule, lasting])
+    script.registered = RegisteredStates()
+    script.registered.register_state("chain", chain)
+    script.step()
+    chain.step()
+    script.step()
+    assert not script.is_between_steps, "the chain is one step behind, although the rate is the same"
+    chain.step()
+    assert script.is_between_steps
+
+
 def test_a_script_without_schedules_may_fail_anywhere_between_two_steps() -> None:
     script = Script()
     script.step()

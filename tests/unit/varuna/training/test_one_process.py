@@ -104,7 +104,7 @@ def test_a_checkpoint_brings_everything_back(tmp_path: Path) -> None:
         again.load_checkpoint(str(tmp_path), 9)
     with pytest.raises(ValueError, match="registered already"):
         again.register_state("scheduler", scheduler)
-    with pytest.raises(ValueError, match="names that begin with 'varuna.' are Varuna's own"):
+    with pytest.raises(ValueError, match=r"names that begin with 'varuna\.' are Varuna's own"):
         again.register_state("varuna.mine", scheduler)
 
 

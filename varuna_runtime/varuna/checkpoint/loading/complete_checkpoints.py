@@ -7,12 +7,14 @@ from collections.abc import Callable
 from varuna.checkpoint.errors import CheckpointError, StoreError
 from varuna.checkpoint.format.manifest import MANIFEST, Manifest, file_generation, parse_sealed_document
 from varuna.checkpoint.storage.store import CheckpointStore, folder_of
+from varuna.diagnostics.loading_progress import LOADING_PROGRESS
 
 __all__ = [
     "ReportPassedOver",
     "last_written_generation",
     "newest_complete",
     "newest_readable_step",
+    "open_to_load",
     "read_complete_manifest",
     "read_manifest",
 ]
@@ -26,7 +28,12 @@ def newest_complete(url: str, *, before: int | None = None, report: ReportPassed
 
     `load_checkpoint` verifies the files' checksums. Raises CheckpointError when the store cannot be listed.
     """
-    return newest_readable_step(CheckpointStore(url), before=before, report=report)
+    return newest_readable_step(open_to_load(url), before=before, report=report)
+
+
+def open_to_load(url: str) -> CheckpointStore:
+    """The store at `url`, each of whose answers is a sign of life. Raises ValueError for a malformed URL."""
+    return CheckpointStore(url, on_answer=LOADING_PROGRESS.count_piece)
 
 
 def newest_readable_step(
@@ -59,7 +66,7 @@ def last_written_generation(url: str) -> int:
 
 def read_manifest(url: str, step: int) -> Manifest:
     """Reads the manifest of a complete checkpoint. Raises CheckpointError saying what is wrong or missing."""
-    return read_complete_manifest(CheckpointStore(url), step)
+    return read_complete_manifest(open_to_load(url), step)
 
 
 def read_complete_manifest(store: CheckpointStore, step: int) -> Manifest:

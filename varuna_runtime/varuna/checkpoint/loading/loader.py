@@ -20,7 +20,7 @@ from varuna.checkpoint.format.manifest import (
     Manifest,
     SampleCursor,
 )
-from varuna.checkpoint.loading.complete_checkpoints import read_complete_manifest
+from varuna.checkpoint.loading.complete_checkpoints import open_to_load, read_complete_manifest
 from varuna.checkpoint.loading.reader import ContentReader, FileContent, FileReader
 from varuna.checkpoint.loading.verification import (
     check_averages,
@@ -32,15 +32,17 @@ from varuna.checkpoint.loading.verification import (
 )
 from varuna.checkpoint.state.group_options import OptionsByName, options_by_place
 from varuna.checkpoint.state.rank_state import (
+    OPTIMIZER_ENTRIES,
+    OptimizerEntries,
     TrainingState,
     fill_averages,
     fill_group_options,
+    fill_optimizer_entries,
     fill_optimizer_states,
     fill_values,
     optimizer_states,
 )
 from varuna.checkpoint.state.registered import ResolvedStates, resolve_states
-from varuna.checkpoint.storage.store import CheckpointStore
 
 __all__ = [
     "LoadedCheckpoint",
@@ -103,7 +105,7 @@ def load_checkpoint(url: str, step: int, state: TrainingState) -> LoadedCheckpoi
 
 def read_parameters(url: str, step: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Parameters and buffers by name, in host memory (all of them by default). Raises CheckpointError."""
-    store = CheckpointStore(url)
+    store = open_to_load(url)
     manifest = read_complete_manifest(store, step)
     files = manifest.files_by_name(FileKind.PARAMETERS)
     wanted = list(files if names is None else names)
@@ -127,6 +129,7 @@ class StagedCheckpoint:
     reader: ContentReader
     groups: Sequence[Sequence[Mapping[str, Any]]]
     """The options of each optimizer's parameter groups."""
+    entries: OptimizerEntries
 
     def fill_state(self) -> LoadedCheckpoint:
         """Fills the state, file by file. Raises CheckpointError when a file has changed since it was verified."""
@@ -160,24 +163,29 @@ class StagedCheckpoint:
         # A parameter that was saved without an average starts its average at its value.
         fill_averages(state, state.parameters)
         if state.optimizers:
-            fill_optimizer_states(state, dict.fromkeys(name for name in state.parameters if name not in held))
+            fill_optimizer_entries(state.optimizers, self.entries)
+            without = dict.fromkeys(name for name in state.parameters if name not in held)
+            fill_optimizer_states(state, without, self.loaded.options)
         for entry, content in files:
             if entry.kind is FileKind.AVERAGE:
                 fill_averages(state, content.tensors)
                 continue
             states = optimizer_states(content.metadata, content.tensors)
-            fill_optimizer_states(state, {name: states[name] for name in entry.holds if name in state.parameters})
+            own = {name: states[name] for name in entry.holds if name in state.parameters}
+            fill_optimizer_states(state, own, self.loaded.options)
 
 
 def list_for_update(manifest: Manifest, state: TrainingState) -> list[FileEntry]:
     """The files of what only an update reads: moving averages, and the optimizers' state of each parameter."""
-    averages = files_holding(manifest, FileKind.AVERAGE, state.averages)
+    # Also of what does not train in this process yet: the script may have begun to train it later.
+    averaged = state.averages if state.start_averages is None else state.parameters
+    averages = files_holding(manifest, FileKind.AVERAGE, averaged)
     return [*averages, *(files_holding(manifest, FileKind.OPTIMIZER, state.parameters) if state.optimizers else ())]
 
 
 def stage_checkpoint(url: str, step: int, state: TrainingState) -> StagedCheckpoint:
     """Verifies the checkpoint of `step` for `state`, and changes nothing. Raises as `load_checkpoint` does."""
-    store = CheckpointStore(url)
+    store = open_to_load(url)
     manifest = read_complete_manifest(store, step)
     if not manifest.is_sealed:
         _log.warning("this checkpoint's manifest has no checksum: an earlier version wrote it", step=step)
@@ -193,6 +201,9 @@ def stage_state(manifest: Manifest, reader: ContentReader, state: TrainingState)
     where = reader.where
     check_names(manifest, state, where)
     check_values(manifest, reader, state)
+    if state.start_averages is not None:
+        averaged = state.parameters.keys() & manifest.files_by_name(FileKind.AVERAGE).keys()
+        state = replace(state, averages={**state.averages, **state.start_averages(averaged)})
     check_averages(manifest, reader, state)
     extra = _decoded_state(manifest, reader)
     by_name = _options_by_name(manifest, reader, state)
@@ -202,6 +213,13 @@ def stage_state(manifest: Manifest, reader: ContentReader, state: TrainingState)
         check_optimizer_states(manifest, reader, state.parameters)
     with located_errors(where):
         resolved = _registered(manifest, reader, state, extra.user)
+    entries = resolved.states.pop(OPTIMIZER_ENTRIES, [])
+    if state.optimizers and OPTIMIZER_ENTRIES in resolved.rank_0s:
+        raise MismatchError(
+            f"{where} holds for each rank of a {manifest.p}x{manifest.d} shape (P x D) what {manifest.optimizer} keeps "
+            "beside its parameters' state, and that differs, so none belongs to this rank: keep it by parameter, or "
+            "resume in that shape"
+        )
     loaded = LoadedCheckpoint(
         step=manifest.step,
         generation=manifest.generation,
@@ -217,7 +235,9 @@ def stage_state(manifest: Manifest, reader: ContentReader, state: TrainingState)
         options=by_name,
         optimizers=state.optimizers,
     )
-    return StagedCheckpoint(loaded=loaded, state=state, manifest=manifest, reader=reader, groups=groups)
+    return StagedCheckpoint(
+        loaded=loaded, state=state, manifest=manifest, reader=reader, groups=groups, entries=entries
+    )
 
 
 def _registered(manifest: Manifest, reader: ContentReader, state: TrainingState, job: dict[str, Any]) -> ResolvedStates:

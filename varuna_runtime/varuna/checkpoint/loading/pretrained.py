@@ -170,7 +170,9 @@ class _WeightFiles:
         one_file = source.endswith(".safetensors")
         folder, _, file = source.rpartition("/") if one_file else (source, "", _FILE)
         self._local = local_path(folder or ("/" if source.startswith("/") else "."))
-        self._store = CheckpointStore(folder if self._local is None else str(self._local))
+        self._store = CheckpointStore(
+            folder if self._local is None else str(self._local), on_answer=LOADING_PROGRESS.count_piece
+        )
         self._headers: dict[str, dict[str, TensorEntry]] = {}
         if self._local is not None and not self._local.is_dir():
             raise ValueError(
@@ -233,7 +235,6 @@ class _WeightFiles:
                     raise ValueError(f"weights {self}: {place.file} ends within {place.name}: copy it again")
                 first = (start - entry.start) // dtype.itemsize
                 flat[first : first + length // dtype.itemsize].copy_(torch.frombuffer(piece, dtype=dtype))
-                LOADING_PROGRESS.count_piece()
             if whole is not tensor:
                 tensor.copy_(whole)
 

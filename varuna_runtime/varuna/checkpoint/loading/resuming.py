@@ -15,9 +15,15 @@ import structlog
 
 from varuna.checkpoint.errors import CheckpointError, HolderError, MismatchError, StoreError
 from varuna.checkpoint.format.manifest import MANIFEST, set_aside_name
-from varuna.checkpoint.loading.complete_checkpoints import ReportPassedOver, newest_readable_step, read_manifest
+from varuna.checkpoint.loading.complete_checkpoints import (
+    ReportPassedOver,
+    newest_readable_step,
+    open_to_load,
+    read_manifest,
+)
 from varuna.checkpoint.loading.loader import LoadedCheckpoint, StagedCheckpoint, stage_checkpoint
 from varuna.checkpoint.state.rank_state import TrainingState
+from varuna.checkpoint.storage.answers import ask_store
 from varuna.checkpoint.storage.store import CheckpointStore, folder_of
 
 if TYPE_CHECKING:
@@ -101,7 +107,7 @@ def resume_checkpoint(  # noqa: PLR0913  # the ranks' meeting is three of them
     # Ranks count their calls, so that a second one does not read what the first agreed on.
     call = 1 if store is None else store.add(f"{_KEY}/calls/{rank}", 1)
     ranks = _RankExchange(store, rank, world_size, f"{_KEY}/{call}")
-    stored = _CheckpointProposer(CheckpointStore(url), committed_step, allow_fresh_start, report) if url else None
+    stored = _CheckpointProposer(open_to_load(url), committed_step, allow_fresh_start, report) if url else None
     leader = _StateProposer(memory, stored, committed_step)
     while True:
         decision = ranks.share_decision(leader.propose_state)
@@ -223,7 +229,11 @@ class _CheckpointProposer:
         self._misfit = ""
 
     def find_newer(self, step: int) -> int:
-        """The newest readable checkpoint after `step`; 0: there is none, or the store cannot be read."""
+        """The newest readable checkpoint after `step`; 0: there is none, or the store cannot be read, or does not
+        answer in time. A checkpoint that the job knows of is in `committed_step`, so such a store is not waited for."""
+        return ask_store(self._store.url, partial(self._look_for_newer, step), otherwise=0)
+
+    def _look_for_newer(self, step: int) -> int:
         try:
             if not any(newer > step for newer in self._store.list_steps()):
                 return 0

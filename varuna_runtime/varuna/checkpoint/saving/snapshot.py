@@ -16,7 +16,12 @@ from varuna.checkpoint.format.encoding import encode_state
 from varuna.checkpoint.format.manifest import FileKind, SampleCursor, SavedGroup, StateScope
 from varuna.checkpoint.saving.shares import choose_share, count_bytes
 from varuna.checkpoint.state.group_options import encode_groups
-from varuna.checkpoint.state.rank_state import METADATA_STATE, TrainingState
+from varuna.checkpoint.state.rank_state import (
+    METADATA_STATE,
+    OPTIMIZER_ENTRIES,
+    TrainingState,
+    list_optimizer_entries,
+)
 from varuna.checkpoint.state.registered import NamedEntries, select_entries, split_state
 from varuna.devices.accelerator import is_accelerator, wait_for_stream
 from varuna.devices.pinned_arena import PinnedArena
@@ -136,6 +141,8 @@ def make_snapshot(
     Raises CheckpointError for state that a checkpoint cannot hold.
     """
     files: list[HostFile] = []
+    if entries := list_optimizer_entries(state.optimizers):
+        state = replace(state, user={**state.user, OPTIMIZER_ENTRIES: entries})
     rests, named = _split_states(state, has_job_states=has_job_states or rank == 0)
     parts: dict[tuple[int, bool, bool], list[str]] = {}
     share = choose_share(state, replica, replicas)

@@ -38,7 +38,7 @@ from varuna.checkpoint.saving.pruning import KEPT_AUTOMATIC, CheckpointPruner, C
 from varuna.checkpoint.saving.receipts import ReceiptWait, make_receipt, merge_receipts
 from varuna.checkpoint.saving.references import EarlierFiles, require_present
 from varuna.checkpoint.saving.snapshot import HostBuffers, HostFile, RankSnapshot, make_snapshot
-from varuna.checkpoint.state.rank_state import ShapePosition, TrainingState
+from varuna.checkpoint.state.rank_state import OPTIMIZER_ENTRIES, ShapePosition, TrainingState
 from varuna.checkpoint.storage.local import LocalCopies
 from varuna.checkpoint.storage.store import CheckpointStore, folder_of
 from varuna.devices.accelerator import is_accelerator, use_stream
@@ -364,8 +364,12 @@ class CheckpointWriter:
             if copies[0].per is StateScope.AUTO and name not in self._logged_states:
                 self._logged_states.add(name)
                 self._log.warning(
-                    f"the registered state {name!r} differs between ranks and is not keyed by names of parameters: no "
-                    "other shape can load it; key its entries by such names, or register it with per='job' or 'rank'",
+                    f"what {manifest.optimizer} keeps beside its parameters' state differs between ranks: no other "
+                    "shape can load it; keep it by parameter"
+                    if name == OPTIMIZER_ENTRIES
+                    else f"the registered state {name!r} differs between ranks and is not keyed by names of "
+                    "parameters: no other shape can load it; key its entries by such names, or register it with "
+                    "per='job' or 'rank'",
                     first_ranks=[copy.ranks[0] for copy in copies[:2]],
                 )
 

@@ -11,7 +11,7 @@ stays as the script made it; so does a group without saved parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,19 @@ class OptionsByName:
             for group in groups
         ]
         self._of = {name: kept for kept in self._kept for name in kept.saved.parameters}
+
+    def find_optimizer(self, name: str, optimizers: Sequence[Optimizer]) -> Optimizer | None:
+        """The one at the place and of the class of the optimizer that had the parameter in a group; None: none is."""
+        if name not in self._of:
+            return None
+        saved = self._of[name].saved
+        place = saved.position[0]
+        is_there = place < len(optimizers) and optimizer_name(optimizers[place]) == saved.optimizer
+        return optimizers[place] if is_there else None
+
+    def list_lost(self, names: Iterable[str]) -> list[str]:
+        """Of parameters that no optimizer holds now: those that were in a group."""
+        return [name for name in names if name in self._of]
 
     def list_options(self, optimizers: Sequence[Optimizer]) -> list[list[Mapping[str, Any]]]:
         """The options for each optimizer and group, empty for a group that stays as the script made it.

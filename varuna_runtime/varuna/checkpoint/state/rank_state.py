@@ -7,30 +7,47 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.encoding import decode_state
 from varuna.checkpoint.format.manifest import SampleCursor, StateScope
 from varuna.checkpoint.format.tensor_file import ALIGNMENT
-from varuna.checkpoint.state.group_options import set_options
+from varuna.checkpoint.state.group_options import OptionsByName, optimizer_name, set_options
 from varuna.checkpoint.state.registered import TensorNames
+from varuna.devices.accelerator import is_accelerator
+from varuna.optim.optimizers import find_hidden_state
 
 __all__ = [
     "METADATA_STATE",
+    "OPTIMIZER_ENTRIES",
+    "OptimizerEntries",
     "ShapePosition",
     "TrainingState",
     "fill_averages",
     "fill_group_options",
+    "fill_optimizer_entries",
     "fill_optimizer_states",
     "fill_values",
+    "list_optimizer_entries",
 ]
+
+_log = structlog.get_logger(__name__)
 
 METADATA_STATE = "state"
 """The key in a file's metadata of the JSON that its tensors are part of."""
+
+OPTIMIZER_ENTRIES = "varuna.optimizer.state"
+"""The name among the user's states of the `OptimizerEntries`."""
+
+OptimizerEntries = list[Any]
+"""What optimizers keep in `state` under keys that are no tensors: for each optimizer that has such entries its place
+among the script's, its class, and for each entry the key, the value, and whether that is on an accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +91,8 @@ class TrainingState:
     """The position of training in the samples."""
     state_dict: Mapping[str, str] = field(default_factory=dict)
     """For each name in the plain model's `state_dict()`: its name in `tensors`. For exporting a plain model."""
+    start_averages: Callable[[Collection[str]], Mapping[str, Tensor]] | None = None
+    """Gives averages of these parameters to load into; None: only `averages` are loaded."""
     before_load: Callable[[], None] = lambda: None
     """Called before a load changes the first of these."""
 
@@ -139,13 +158,20 @@ def fill_averages(state: TrainingState, averages: Mapping[str, Tensor]) -> None:
                 average.copy_(averages[name])
 
 
-def fill_optimizer_states(state: TrainingState, states: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Load verified states of these parameters into the optimizers; None: the parameter has no state."""
+def fill_optimizer_states(
+    state: TrainingState, states: Mapping[str, Mapping[str, Any] | None], saved: OptionsByName
+) -> None:
+    """Load verified states of these parameters into the optimizers; None: the parameter has no state.
+
+    `saved`: the groups that the parameters were in.
+    """
     optimizer_of = state.optimizer_by_id()
     for name, loaded in states.items():
         parameter = state.parameters[name]
         # A parameter that is in no group may be added to one later, by a script that unfreezes layers.
-        optimizer = optimizer_of.get(id(parameter), state.optimizers[0] if len(state.optimizers) == 1 else None)
+        optimizer = optimizer_of.get(id(parameter)) or saved.find_optimizer(name, state.optimizers)
+        if optimizer is None and len(state.optimizers) == 1:  # an earlier version does not say
+            optimizer = state.optimizers[0]
         if optimizer is None:
             continue
         if loaded is None:
@@ -154,6 +180,50 @@ def fill_optimizer_states(state: TrainingState, states: Mapping[str, Mapping[str
             optimizer.state[parameter] = {
                 key: _place_value(key, value, parameter, optimizer) for key, value in loaded.items()
             }
+
+
+def list_optimizer_entries(optimizers: Sequence[Optimizer]) -> OptimizerEntries:
+    """Raises CheckpointError for an optimizer that keeps state where no checkpoint finds it."""
+    found: OptimizerEntries = []
+    for place, optimizer in enumerate(optimizers):
+        if hidden := find_hidden_state(optimizer):
+            raise CheckpointError(hidden)
+        entries = [[key, value, _is_on_accelerator(value)] for key, value in _entries(optimizer).items()]
+        if entries:
+            found.append([place, optimizer_name(optimizer), entries])
+    return found
+
+
+def fill_optimizer_entries(optimizers: Sequence[Optimizer], loaded: OptimizerEntries) -> None:
+    """Load entries into the optimizers of the same places and classes. Without any for one, it keeps its own."""
+    by_place = {(place, name): entries for place, name, entries in loaded}
+    for place, optimizer in enumerate(optimizers):
+        own, entries = _entries(optimizer), by_place.get((place, optimizer_name(optimizer)))
+        if entries is None:
+            if own:
+                _log.warning(
+                    "the loaded state has nothing of what the optimizer keeps beside its parameters' state: these "
+                    "entries stay as the script has made them",
+                    entries=[str(key) for key in own],
+                )
+            continue
+        for key in own:
+            del optimizer.state[key]
+        device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        for key, value, on_accelerator in entries:
+            optimizer.state[key] = _copy_entry(value, device if on_accelerator else torch.device("cpu"))
+
+
+def _copy_entry(value: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
+
+
+def _entries(optimizer: Optimizer) -> dict[Any, Any]:
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def _is_on_accelerator(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and is_accelerator(leaf.device) for leaf in tree_leaves(value))
 
 
 def fill_group_options(state: TrainingState, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:

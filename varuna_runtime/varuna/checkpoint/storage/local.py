@@ -13,6 +13,7 @@ import structlog
 
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.manifest import MANIFEST
+from varuna.checkpoint.storage.answers import ask_store
 from varuna.checkpoint.storage.store import CheckpointStore, folder_of, local_path
 
 __all__ = ["LocalCopies", "on_one_disk"]
@@ -66,12 +67,14 @@ class LocalCopies:
 def on_one_disk(url: str, folder: str) -> bool:
     """Whether the store at `url` is, or will be, on the same disk as `folder`, so that a copy would gain nothing.
 
-    Raises ValueError when `folder` is not on this machine.
+    A store that does not answer in time is on another one. Raises ValueError when `folder` is not on this machine.
     """
     store, copies = local_path(url), local_path(folder)
     if copies is None:
         raise ValueError(f"{folder!r} is to hold copies of checkpoints for this VM: give a local folder")
-    return store is not None and _device(store) == _device(copies)
+    if store is None:
+        return False
+    return ask_store(url, lambda: _device(store) == _device(copies), otherwise=False)
 
 
 def _device(path: Path) -> int:

@@ -66,11 +66,14 @@ class CheckpointStore:
     created by the first put, and reads as empty until then. Raises ValueError for a malformed URL.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, on_answer: Callable[[], None] = lambda: None) -> None:
+        """`on_answer` is called after each answer of the store about what it has, and each object that is read whole or
+        in a range; not for the pieces of `stream_file`."""
         if not url:
             raise ValueError("the checkpoint URL is empty: give a folder, or file://…, s3://…, abfs://…")
         self._local = local_path(url)
         self.url = self._local.as_uri() if self._local is not None else url.rstrip("/")
+        self._on_answer = on_answer
         self._opened: ObjectStore | None = None
         if self._local is None:
             try:
@@ -134,7 +137,7 @@ class CheckpointStore:
         if not self._exists():
             return None
         with _StoreErrors(self.url, path):
-            return _retry_read(lambda: self._get_once(path))
+            return self._ask(lambda: self._get_once(path))
 
     def _get_once(self, path: str) -> bytes | None:
         try:
@@ -145,13 +148,15 @@ class CheckpointStore:
     def get_range(self, path: str, start: int, length: int) -> bytes:
         """`length` bytes from `start` on, fewer at the object's end. Raises StoreError if it does not exist."""
         with _StoreErrors(self.url, path):
-            return bytes(obstore.get_range(self._open(), path, start=start, length=length))
+            data = bytes(obstore.get_range(self._open(), path, start=start, length=length))
+        self._on_answer()
+        return data
 
     def list_sizes(self, step: int) -> dict[str, int]:
         """Size in bytes of each file in the folder of `step`, by its name within the folder."""
         folder = folder_of(step)
         with _StoreErrors(self.url, folder):
-            return _retry_read(lambda: self._sizes_once(folder))
+            return self._ask(lambda: self._sizes_once(folder))
 
     def _sizes_once(self, folder: str) -> dict[str, int]:
         if self._local is not None:
@@ -167,7 +172,7 @@ class CheckpointStore:
     def list_steps(self) -> list[int]:
         """The steps that have a folder, complete or not, ascending."""
         with _StoreErrors(self.url, ""):
-            matches = (_FOLDER.fullmatch(name) for name in _retry_read(self._folders_once))
+            matches = (_FOLDER.fullmatch(name) for name in self._ask(self._folders_once))
         return sorted(int(match[1]) for match in matches if match)
 
     def _folders_once(self) -> list[str]:
@@ -211,6 +216,11 @@ class CheckpointStore:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        answer = _retry_read(request)
+        self._on_answer()
+        return answer
 
     def _exists(self) -> bool:
         return self._local is None or self._local.is_dir()
