@@ -18,16 +18,32 @@ STEPS_NEEDED = 8
 class _Rank:
     step: int = 0
     """The newest that was recorded, because heartbeats repeat steps."""
-    steps: int = 0
-    """Since the last look."""
     timed_steps: int = 0
-    """Those of them with times: a step has none where the rank ran no whole micro-batch."""
+    """Since the last look. A step has no times where the rank ran no whole micro-batch."""
+    untimed_steps: int = 0
+    """Since the last one with times."""
     micro_batch_us: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
 
+    def record_step(self, step: int, micro_batch_us: int) -> None:
+        """`micro_batch_us`: 0 where the step has no times."""
+        self.step = step
+        if micro_batch_us:
+            self.untimed_steps = 0
+            self.timed_steps += 1
+            self.micro_batch_us.append(micro_batch_us)
+        else:
+            self.untimed_steps += 1
+            if self.has_nothing_to_time:  # what it timed before was in another share
+                self.timed_steps = 0
+                self.micro_batch_us.clear()
+
     @property
-    def is_known(self) -> bool:
-        """Whether it is known what its micro-batches take, or that it has nothing to time."""
-        return self.timed_steps >= STEPS_NEEDED or (self.steps >= STEPS_NEEDED and not self.timed_steps)
+    def has_enough(self) -> bool:
+        return self.timed_steps >= STEPS_NEEDED
+
+    @property
+    def has_nothing_to_time(self) -> bool:
+        return self.untimed_steps >= STEPS_NEEDED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +79,7 @@ class ComputeTimes:
                 continue  # nothing trained yet
             now[worker.key] = rank = rank or _Rank()
             if worker.step > rank.step:
-                rank.step = worker.step
-                rank.steps += 1
-                if worker.forward_us:
-                    rank.timed_steps += 1
-                    rank.micro_batch_us.append(worker.forward_us + worker.backward_us)
+                rank.record_step(worker.step, worker.forward_us + worker.backward_us if worker.forward_us else 0)
         if now:
             self._vms[vm_id] = now
         else:
@@ -76,23 +88,23 @@ class ComputeTimes:
     def collect_times(
         self, job_id: str, generation: int, vm_ids: Sequence[str]
     ) -> Mapping[int, MicroBatchTimes] | None:
-        """The times of each rank that has some; None until every rank has reported STEPS_NEEDED steps since the last
-        call.
+        """The times of each rank that has some; None until every rank has reported STEPS_NEEDED steps with times since
+        the last call, or as many in a row without any.
 
         `vm_ids`: by rank.
         """
-        known: dict[int, _Rank] = {}
+        timed: dict[int, _Rank] = {}
         for number, vm_id in enumerate(vm_ids):
             rank = self._vms.get(vm_id, {}).get((job_id, generation, number))
-            if rank is None or not rank.is_known:
+            if rank is None or not (rank.has_enough or rank.has_nothing_to_time):
                 return None
-            known[number] = rank
-        timed = {number: _make_times(rank.micro_batch_us) for number, rank in known.items() if rank.timed_steps}
+            if rank.has_enough:
+                timed[number] = rank
         if not timed:
             return None
-        for rank in known.values():
-            rank.steps = rank.timed_steps = 0
-        return timed
+        for rank in timed.values():
+            rank.timed_steps = 0
+        return {number: _make_times(rank.micro_batch_us) for number, rank in timed.items()}
 
     def forget_job(self, job_id: str) -> None:
         """Start the job over, because its recorded times have been used."""

@@ -80,7 +80,7 @@ def count_vms(devices: Iterable[Device]) -> int:
 
 def decide_shrinking(job: JobView, generation: GenerationView) -> Decision | None:
     """A job that has more than its share saves, and goes on with fewer GPUs or returns to the queue."""
-    if job.share is None or len(generation.workers) <= job.share:
+    if job.share is None or len(generation.workers) <= job.share or generation.is_taking_state:
         return None
     mode = generation.stop_mode
     if job.share == 0:

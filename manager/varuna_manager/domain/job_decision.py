@@ -165,7 +165,7 @@ def _decide_while_stopping(now: float, job: JobView, generation: GenerationView,
 
 
 def _decide_while_running(now: float, job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision:
-    if job.state is JobState.CANCELLING:
+    if job.state is JobState.CANCELLING and not (job.cancel_saves and generation.is_taking_state):
         mode = generation.stop_mode if job.cancel_saves else StopMode.LEAVE_NOW
         return Decision.stop_generation(generation, mode, EndCause.CANCELLED, "cancelled by the user")
     decision = (
@@ -320,8 +320,8 @@ def _choose_mode_before_deadline(
         left_s: time until the deadline.
         rest_s: predicted time until the end of the step.
     """
-    if generation.stop_mode is StopMode.LEAVE_NOW:
-        return StopMode.LEAVE_NOW, ""
+    if not generation.has_new_state:
+        return StopMode.LEAVE_NOW, ""  # the next one begins with what this one was to begin with
     within = f"; in the middle of its step ({rest_s:.0f} s are left)"
     if may_stay_in_place(generation, vms, job.min_gpus, gpu_limit(job)):
         if left_s >= rest_s:
@@ -345,7 +345,7 @@ def _choose_mode_before_deadline(
 def _stop_over_limit(now: float, job: JobView, generation: GenerationView) -> Decision | None:
     """Stop a job that has reached a limit. It saves, and fails when all its workers have stopped."""
     reached = find_reached_limit(now, job.state, job.limits)
-    if not reached:
+    if not reached or generation.is_taking_state:
         return None
     return Decision.stop_generation(generation, generation.stop_mode, EndCause.LIMIT, f"over its limit: {reached}")
 

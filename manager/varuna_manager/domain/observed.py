@@ -441,6 +441,13 @@ class GenerationView:
         return StopMode.SAVE_FIRST if self.has_new_state or is_taking else StopMode.LEAVE_NOW
 
     @property
+    def is_taking_state(self) -> bool:
+        """Whether its workers are about to begin with the state of processes. Stopped now, it could save nothing, and
+        who has the state may be gone with it."""
+        is_training = self.kind is GenerationKind.TRAINING
+        return is_training and self.state is GenerationState.LAUNCHING and (self.in_place or self.holders is not None)
+
+    @property
     def has_new_state(self) -> bool:
         """Whether its workers have trained, or go on from a state that was perhaps never saved."""
         return self.kind is GenerationKind.TRAINING and (self.last_step is not None or self.in_place)

@@ -13,10 +13,12 @@ from sqlalchemy.orm.exc import StaleDataError
 from controller_world import controller_over, registry_of
 from migrated_stores import migrated
 from rest_world import SPEC, RestWorld, generation, rest_world, vm, worker
+from snapshots import PROFILE
 from varuna_manager.agents.sessions import AgentSession, AgentSessions
 from varuna_manager.controllers.job_actions import JobActions
-from varuna_manager.db.models import JobRow, VmRow, WorkerRow
+from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.actions import StartGeneration
+from varuna_manager.domain.commands import LaunchKey
 from varuna_manager.domain.states import GenerationKind
 from varuna_manager.jobs.stacks import StackService
 from varuna_manager.world.bell import Bell
@@ -96,7 +98,7 @@ async def test_a_job_whose_processes_wait_for_another_shape_is_not_sent_back_to_
     """They have saved nothing: what they hold is the newest state."""
     now = time.time()
     job = queued_job()
-    job.state, urgent = "running", queued_job()
+    job.state, job.profile_json, job.profiled_at, urgent = "running", PROFILE, 2.0, queued_job()
     urgent.id = urgent.name = urgent.active_name = "urgent"
     urgent.spec = {**SPEC, "priority": 9, "resources": {"min_gpus": 2}}
     ended = generation("j", 1, now - 5, end_cause="growth", end_reason="growth", ended_at=now - 1)
@@ -107,7 +109,12 @@ async def test_a_job_whose_processes_wait_for_another_shape_is_not_sent_back_to_
     await world.add(ended)
     await world.add(*workers)
     async with controller_over(world, VMS) as over:
-        await over.controller.reconcile_once()
+        while await over.controller.reconcile_once() == 0.0:
+            pass  # until a look changes nothing, and commands are sent
+        sent = [key for session in over.sessions.list_sessions() for key in session.sent_commands]
+    assert {type(key) for key in sent} == {LaunchKey}
     async with world.database.read() as session:
         assert (await session.get_one(JobRow, "j")).state == "running"
         assert (await session.get_one(JobRow, "urgent")).state == "queued"
+        begun = (await session.scalars(select(GenerationRow).where(GenerationRow.number == 2))).one()
+        assert (begun.state, begun.stop_mode) == ("launching", None), "it takes the state before it is stopped"

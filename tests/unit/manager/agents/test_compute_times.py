@@ -49,6 +49,17 @@ def test_a_rank_that_times_some_of_its_steps_is_waited_for() -> None:
     assert found[0].steps == STEPS_NEEDED
 
 
+def test_a_rank_that_times_nothing_any_more_is_left_out_with_what_it_timed() -> None:
+    """In the rest of a step it had a whole micro-batch, and since then only the short one."""
+    times = ComputeTimes()
+    for step in range(1, STEPS_NEEDED + 2):
+        assert times.collect_times("job", 1, ["vm", "vm"]) is None
+        times.record_workers("vm", [health(0, step), health(1, step, forward_us=10 if step == 1 else 0)])
+    found = times.collect_times("job", 1, ["vm", "vm"])
+    assert found is not None
+    assert list(found) == [0]
+
+
 def test_a_job_without_a_time_is_not_compared() -> None:
     times = ComputeTimes()
     for step in range(1, 2 * STEPS_NEEDED):

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from varuna_manager.db import engine
 from varuna_manager.db.engine import Database, Outage, StoreAwayError, StoreLockedError
+from waiting import DEADLINE_S
 
 
 async def test_what_began_before_an_outage_does_not_end_it(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ async def test_a_server_that_does_not_answer_is_away_also_for_migrations(monkeyp
     monkeypatch.setattr(engine, "_CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         database = Database(f"postgresql://nobody@127.0.0.1:{silent.getsockname()[1]}/none")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StoreAwayError):
                 async with database.read():
                     pass

@@ -34,9 +34,10 @@ from varuna_manager.domain.better_shape import predict_morph
 from varuna_manager.domain.devices import choose_devices, keep_waiting_share, list_waiting_devices
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.job_decision import decide_job, wants_plan
+from varuna_manager.domain.limits import JobLimitsView
 from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
 from varuna_manager.domain.newcomers import WantedNewcomers
-from varuna_manager.domain.observed import Holder, Holders, Proposal, VmView
+from varuna_manager.domain.observed import GenerationView, Holder, Holders, Proposal, VmView
 from varuna_manager.domain.states import (
     EndCause,
     ExitCause,
@@ -407,30 +408,55 @@ def test_a_fleet_that_has_been_stable_for_long_is_worth_a_dear_morph() -> None:
 # ---------------------------------------------------------------- shares
 
 
-@pytest.mark.parametrize("state", [GenerationState.LAUNCHING, GenerationState.RUNNING])
+def taking_state(state: GenerationState = GenerationState.LAUNCHING) -> GenerationView:
+    """Two replicas of one stage that take the state from a process on VM b; the generation before has saved nothing."""
+    giver = Holder(rank=0, stage=0, vm_id="b", held_at=NOW)
+    holders = Holders(generation=1, members=(giver,))
+    return generation(worker(0, "a"), worker(1, "b"), state=state, last_step=None, holders=holders)
+
+
 @pytest.mark.parametrize(("share", "cause"), [(0, EndCause.PREEMPTED), (1, EndCause.SHRUNK)])
-def test_a_state_that_is_in_memories_only_is_saved_before_gpus_are_given_up(
-    state: GenerationState, share: int, cause: EndCause
-) -> None:
-    """The generation before has saved nothing, because this one takes its state."""
-    giver = Holder(rank=0, stage=0, vm_id="a", held_at=NOW)
-    taking = generation(
-        worker(0, "a"),
-        worker(1, "b"),
-        state=state,
-        last_step=None,
-        holders=Holders(generation=1, members=(giver,)),
-    )
-    (stop,) = decide(job(taking, share=share, share_reason="others need them"), vm("a"), vm("b")).actions
+def test_a_state_that_is_in_memories_only_is_saved_before_gpus_are_given_up(share: int, cause: EndCause) -> None:
+    taken = taking_state(GenerationState.RUNNING)
+    (stop,) = decide(job(taken, share=share, share_reason="others need them"), vm("a"), vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, cause)
-    cancelled = job(taking, state=JobState.CANCELLING, cancel_saves=True)
+    cancelled = job(taken, state=JobState.CANCELLING, cancel_saves=True)
     (stop,) = decide(cancelled, vm("a"), vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, EndCause.CANCELLED)
-    (stop,) = decide(job(replace(taking, holders=None), share=share), vm("a"), vm("b")).actions
+    (stop,) = decide(job(replace(taken, holders=None), share=share), vm("a"), vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert stop.mode is StopMode.LEAVE_NOW, "there is nothing to save"
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [taking_state(), replace(taking_state(), holders=None, in_place=True)],
+    ids=["from the memories of others", "in place"],
+)
+def test_a_generation_takes_its_state_before_it_is_stopped_with_a_save(begins: GenerationView) -> None:
+    """Its workers may not even have been told to start."""
+    reached = JobLimitsView(max_duration_s=1.0, run_since=NOW - 9)
+    for view in (
+        job(begins, share=0),
+        job(begins, share=1),
+        job(begins, state=JobState.CANCELLING, cancel_saves=True),
+        job(begins, limits=reached),
+    ):
+        assert not decide(view, vm("a"), vm("b")).actions
+    assert kinds(decide(job(begins, state=JobState.CANCELLING), vm("a"), vm("b"))) == [StopGeneration]
+    silent = vm("a", state=VmState.LOST)
+    assert kinds(decide(job(begins, state=JobState.CANCELLING, cancel_saves=True), silent, vm("b"))) == [StopGeneration]
+
+
+@pytest.mark.parametrize("state", [GenerationState.LAUNCHING, GenerationState.RUNNING])
+def test_before_its_first_step_a_generation_leaves_a_vm_that_goes_at_once(state: GenerationState) -> None:
+    """The next one takes the state from where this one was to take it."""
+    view, a = job(taking_state(state)), vm("a", state=VmState.DRAINING, reason="drained", drain_deadline=NOW + 600)
+    (stop,) = decide(view, a, vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is StopMode.LEAVE_NOW
 
 
 @pytest.mark.parametrize("share", [0, 1])

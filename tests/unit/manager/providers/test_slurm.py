@@ -229,10 +229,17 @@ def run_script(folder: Path, environment: dict[str, str]) -> subprocess.Popen[by
     return subprocess.Popen(["/bin/bash", str(script)], env={**given, **environment}, stderr=subprocess.PIPE)
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    return bool(caught >> (number - 1) & 1)
+
+
 @pytest.mark.processes
 def test_the_script_keeps_the_token_private_passes_the_signal_on_and_cleans_up(tmp_path: Path) -> None:
     running = run_script(tmp_path, {})
     wait_until((tmp_path / "pid").exists, "the agent")
+    wait_until(lambda: catches(running.pid, signal.SIGUSR1), "the script's trap")
     running.send_signal(signal.SIGUSR1)  # as Slurm sends it, to the batch script alone
     _, errors = running.communicate(timeout=DEADLINE_S)
     assert running.returncode == 3, errors
