@@ -115,6 +115,7 @@ def postgres_server() -> Iterator[Any]:
     ):
         patch.setattr(starting, "pgexec", run_without_hurry)
         patch.setenv("PGCTLTIMEOUT", str(int(DEADLINE_S)))
+        patch.setattr("varuna_manager.db.engine._CONNECT_S", DEADLINE_S)  # a server that is slow to answer is not away
         server = pgserver.get_server(folder, cleanup_mode="stop")
         server.psql("ALTER SYSTEM SET fsync = off")  # the machine is not going to lose its power
         server.psql("SELECT pg_reload_conf()")

@@ -47,7 +47,8 @@ async def open_page(browser: BrowserContext) -> AsyncIterator[Any]:
 async def watched(page: Page, seconds: int, *, takes_ms: int, fails: bool = False, parts: int = 1) -> list[Any]:
     """Which part was called, and how long after the first call, in seconds, for as long as `seconds`."""
     await page.clock.install()
-    await page.clock.pause_at(await page.evaluate("() => Date.now() + 1000"))
+    # An hour ahead, in seconds: the page's time goes on until it is paused, and its clock does not go back.
+    await page.clock.pause_at(await page.evaluate("() => Date.now() / 1000 + 3600"))
     await page.evaluate(WATCH, {"takes_ms": takes_ms, "fails": fails, "parts": parts})
     for _ in range(10 * seconds):
         await page.clock.run_for(100)

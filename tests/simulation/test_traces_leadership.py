@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from sqlalchemy import delete, select, update
 
 from traces import traces
-from varuna_manager.db import engine
 from varuna_manager.db.engine import Database, NotLeaderError
 from varuna_manager.db.models import EventRow, LeadershipRow
 from varuna_manager.world import leadership
@@ -218,7 +217,6 @@ class Election(RuleBasedStateMachine):
 @pytest.fixture
 def world(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RivalManagers]:
     # A store that is slow to answer is not away: only the rules say which answers are lost.
-    monkeypatch.setattr(engine, "_CONNECT_S", DEADLINE_S)
     monkeypatch.setattr(leadership, "_RETRY_S", DEADLINE_S)
     world = RivalManagers(postgres_url)
     yield world

@@ -39,12 +39,13 @@ async def until(
     try:
         async with asyncio.timeout(DEADLINE_S):
             while True:
+                may_go_on = beside is None or not beside.done()
                 value = condition()
                 if inspect.isawaitable(value):
                     value = await value
                 if value:
                     return value
-                assert beside is None or not beside.done(), f"{what}: {beside} has ended"
+                assert may_go_on, f"{what}: {beside} has ended"
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"{what}: not within {DEADLINE_S:.0f} s; last seen: {value!r}") from None

@@ -18,7 +18,7 @@ from memory_ranks import BATCH
 from repository import TRAINING_SCRIPTS
 from simulated import device_of
 from small_gpt import Task, train_plainly
-from survivor_world import SurvivorWorld
+from survivor_world import LEAVES_AFTER, SurvivorWorld
 from training_matrix import assert_equal
 from training_world import Zygote
 
@@ -38,7 +38,7 @@ def test_stages_move_without_a_race(
     zygote: Zygote, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], task: Task
 ) -> None:
     with ExitStack() as stack:
-        world = SurvivorWorld(stack, zygote, tmp_path, task, *before, wanted={"pause_s": PAUSE_S}, device=device_of)
+        world = SurvivorWorld(stack, zygote, tmp_path, task, *before, wanted=LEAVES_AFTER, device=device_of)
         world.leave_at_boundary()
         p, d = after
         world.go_on_as(replace(world.plan, p=p, d=d), world.ranks[: p * d])

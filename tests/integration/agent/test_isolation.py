@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from agent_world import FakeManager, ended, start_agent
+from agent_world import FakeManager, ended, runs, start_agent
 from isolated_agent import IsolatedAgent
 from varuna_agent.workers.isolation import JobUser, make_worker_environ
 from varuna_proto.v1 import agent_pb2 as pb
@@ -20,13 +20,6 @@ from waiting import until
 
 def family_of(agent: psutil.Process) -> list[psutil.Process]:
     return agent.children(recursive=True)
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.needs("root")

@@ -18,6 +18,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agent_world import runs
 from varuna_agent.link.worker_link import WorkerLink, socket_path
 from varuna_agent.state import Workdir, WorkerKey
 from varuna_agent.workers.isolation import make_worker_environ
@@ -68,6 +69,13 @@ class Workers:
         path = self._tmp_path / name
         await until(lambda: path.exists() and bool(path.read_text()))
         return path.read_text()
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return runs(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
 
 
 def guards() -> list[psutil.Process]:
@@ -128,7 +136,7 @@ async def test_what_a_worker_leaves_behind_is_killed(workers: Workers) -> None:
     key = workers.start(f"{left} while [ ! -s session ]; do sleep 0.01; done; exit 0")
     assert (await workers.end(key)).exit_code == 0
     for name in ("group", "session"):
-        assert not psutil.pid_exists(int(await workers.file(name)))
+        assert not is_there(int(await workers.file(name)))
 
 
 async def test_a_kill_reaches_all_generations_of_children(workers: Workers) -> None:
@@ -136,7 +144,7 @@ async def test_a_kill_reaches_all_generations_of_children(workers: Workers) -> N
     deep = int(await workers.file("deep"))
     workers.processes.kill_worker(key)
     assert (await workers.end(key)).exit_code == -signal.SIGKILL
-    assert not psutil.pid_exists(deep)
+    assert not is_there(deep)
     workers.processes.kill_worker(key)  # again: nothing
 
 
@@ -152,7 +160,7 @@ async def test_a_worker_does_not_outlive_its_guard(workers: Workers) -> None:
     (guard,) = guards()
     guard.kill()
     assert (await workers.end(key)).exit_code == -signal.SIGKILL
-    await until(lambda: not psutil.pid_exists(child))
+    await until(lambda: not is_there(child))
 
 
 async def test_signals_are_as_a_shell_expects_them(workers: Workers) -> None:

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from agent_world import FakeManager, ended, launch, start_agent
+from agent_world import FakeManager, ended, launch, runs, start_agent
 from varuna_agent.logs.shared_logs import SharedLogs
 from varuna_agent.workers.isolation import JobUser, keep_private
 from varuna_proto.v1 import agent_pb2 as pb
-from waiting import until
+from waiting import DEADLINE_S, until
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who alone can start processes as another user")
 
@@ -76,9 +76,11 @@ class InPlaceAgent:
         self.manager = manager
         self.folder = folder
         self.agents = agents
+        self.assignment_s = DEADLINE_S
 
     async def start(self, *more: str) -> None:
-        await start_agent(self.agents, f"127.0.0.1:{self.manager.port}", self.folder, *more)
+        address, timings = f"127.0.0.1:{self.manager.port}", {"assignment_s": self.assignment_s}
+        await start_agent(self.agents, address, self.folder, *more, timings=timings)
         await self.manager.until(lambda: self.manager.heartbeats)
 
     def launch(self, generation: int = 1, **changes: Any) -> None:
@@ -174,7 +176,7 @@ async def test_a_process_that_goes_on_is_killed_as_the_rank_that_it_has(world: I
     world.manager.send_message(stop=pb.Stop(job_id="job", generation=2, mode=pb.STOP_MODE_LEAVE_NOW, grace_s=0))
     await world.manager.fact("worker_exited", 2)
     assert world.exits()[1] == (2, 1, "KILLED")
-    assert not process.is_running()
+    assert not runs(process)
 
 
 async def test_a_process_goes_on_often(world: InPlaceAgent) -> None:
@@ -226,19 +228,19 @@ async def test_a_survivor_that_ends_when_it_is_assigned_has_its_rank_refused(wor
 # ---------------------------------------------------------------- ends of survivors
 
 
-@pytest.mark.slow
 async def test_a_survivor_that_does_not_answer_is_killed(world: InPlaceAgent) -> None:
+    world.assignment_s = 0.5
     (world.folder / "deaf").touch()
     process = await world.survive()
     world.launch(2, in_place=True)
     await world.manager.fact("worker_exited", 2)
     assert world.exits()[1] == (2, 1, "LAUNCH_REFUSED")
-    assert not process.is_running()
+    assert not runs(process)
 
 
 async def test_a_survivor_that_no_generation_takes_is_killed(world: InPlaceAgent) -> None:
     process = await world.survive("--keep-warm-s", "0.5", "--memory-part", "0")
-    await until(lambda: not process.is_running())
+    await until(lambda: not runs(process))
     assert world.exits() == [(1, 1, "GENERATION_ENDED")]
 
 
@@ -247,14 +249,14 @@ async def test_a_new_process_on_its_device_ends_a_survivor(world: InPlaceAgent) 
     world.launch(2)
     _, started = await world.manager.fact("worker_started", 2)
     assert started.pid != process.pid
-    await until(lambda: not process.is_running())
+    await until(lambda: not runs(process))
     assert world.exits() == [(1, 1, "GENERATION_ENDED")]
 
 
 async def test_a_stop_without_the_state_ends_a_survivor(world: InPlaceAgent) -> None:
     process = await world.survive()
     world.stop(keep_state=False)
-    await until(lambda: not process.is_running())
+    await until(lambda: not runs(process))
     assert world.exits() == [(1, 1, "GENERATION_ENDED")]
 
 
@@ -262,20 +264,20 @@ async def test_a_survivor_ends_with_the_lease(world: InPlaceAgent) -> None:
     process = await world.survive("--keep-warm-s", "3600")
     world.manager.welcome.lease_s, world.manager.acks = 2.0, False
     world.manager.hang_up()
-    await until(lambda: not process.is_running())
+    await until(lambda: not runs(process))
 
 
 async def test_a_drained_agent_ends_its_survivors_and_exits(world: InPlaceAgent) -> None:
     process = await world.survive()
     world.manager.send_message(drain=pb.Drain(reason="test"))
     assert (await ended(world.agents[0]))[0] == 0
-    assert not process.is_running()
+    assert not runs(process)
 
 
 async def test_a_survivor_does_not_outlive_its_agent(world: InPlaceAgent) -> None:
     process = await world.survive()
     world.agents[0].kill()
-    await until(lambda: not process.is_running())
+    await until(lambda: not runs(process))
 
 
 # ---------------------------------------------------------------- holders
@@ -292,7 +294,7 @@ async def give(world: InPlaceAgent, **changes: Any) -> tuple[psutil.Process, psu
 
 async def test_a_process_gives_its_state_to_the_next_generation(world: InPlaceAgent) -> None:
     holder, taker = await give(world, secret="5ec3e7", rendezvous_port=4711)
-    assert holder.is_running()
+    assert runs(holder)
     assert holder.pid != taker.pid
     environ, secret = json.loads(world.log_of(1).splitlines()[1])
     assert secret == "5ec3e7"
@@ -304,8 +306,8 @@ async def test_a_process_gives_its_state_to_the_next_generation(world: InPlaceAg
 
     taker.send_signal(signal.SIGUSR1)
     await world.manager.fact("steps_completed")
-    await until(lambda: not holder.is_running())
-    assert taker.is_running()
+    await until(lambda: not runs(holder))
+    assert runs(taker)
     assert world.exits() == [(1, 1, "GENERATION_ENDED")]
     world.stop(2)
     await world.manager.fact("worker_exited", 2)
@@ -323,8 +325,8 @@ async def test_new_workers_know_their_holders(world: InPlaceAgent) -> None:
 async def test_a_holder_ends_by_itself_when_its_state_has_been_taken(world: InPlaceAgent) -> None:
     (world.folder / "taken").touch()
     holder, taker = await give(world)
-    await until(lambda: not holder.is_running())
-    assert taker.is_running()
+    await until(lambda: not runs(holder))
+    assert runs(taker)
     assert world.exits() == [(1, 1, "GENERATION_ENDED")]
 
 
@@ -336,10 +338,10 @@ async def test_a_holder_gives_again_after_a_second_loss(world: InPlaceAgent) -> 
     await world.manager.fact("worker_started", 3)
     await until(lambda: len(world.log_of(1).splitlines()) == 3)
     assert json.loads(world.log_of(1).splitlines()[2])[0]["VARUNA_GENERATION"] == "3"
-    assert holder.is_running()
+    assert runs(holder)
     world.launch(4)
     await world.manager.fact("worker_started", 4)
-    await until(lambda: not holder.is_running())
+    await until(lambda: not runs(holder))
 
 
 async def test_on_a_gpu_a_worker_starts_when_its_holder_has_freed_the_device(world: InPlaceAgent) -> None:
@@ -347,7 +349,7 @@ async def test_on_a_gpu_a_worker_starts_when_its_holder_has_freed_the_device(wor
     world.launch(2, holders=[1], holders_generation=1)
     await world.manager.fact("worker_started", 2)
     assert len(world.log_of(1).splitlines()) == 2
-    assert holder.is_running()
+    assert runs(holder)
 
 
 @pytest.mark.slow  # it is killed after a minute
@@ -356,26 +358,26 @@ async def test_on_a_gpu_a_worker_starts_when_a_holder_that_does_not_answer_is_ki
     holder = await world.survive("--device", "cuda")
     world.launch(2, holders=[1], holders_generation=1)
     await world.manager.fact("worker_started", 2)
-    assert not holder.is_running()
+    assert not runs(holder)
 
 
 async def test_a_holder_whose_state_is_not_taken_elsewhere_is_killed(world: InPlaceAgent) -> None:
     holder = await world.survive("--keep-warm-s", "2")
     world.launch(2, workers=[], holders=[1], holders_generation=1)
-    await until(lambda: not holder.is_running())
+    await until(lambda: not runs(holder))
     assert world.exits() == [(1, 1, "GENERATION_ENDED")]
 
 
 async def test_a_holder_does_not_outlive_its_agent(world: InPlaceAgent) -> None:
     holder, taker = await give(world)
     world.agents[0].kill()
-    await until(lambda: not holder.is_running() and not taker.is_running())
+    await until(lambda: not runs(holder) and not runs(taker))
 
 
 async def test_a_job_that_is_stopped_ends_its_holders(world: InPlaceAgent) -> None:
     holder, taker = await give(world)
     world.stop(2, keep_state=False)
-    await until(lambda: not holder.is_running() and not taker.is_running())
+    await until(lambda: not runs(holder) and not runs(taker))
 
 
 # ---------------------------------------------------------------- another user

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from agent_world import FakeManager, ended, launch, start_agent
+from agent_world import FakeManager, ended, launch, runs, start_agent
 from varuna_agent.notices.notices import FileNoticeSource
 from varuna_agent.runner import AgentRunner
 from varuna_agent.settings import AgentSettings
@@ -419,16 +419,23 @@ async def test_the_stacks_of_a_generation_come_one_for_each_rank(
     async with running(tmp_path) as (manager, _vm):
         manager.send_message(launch=launch(tmp_path, script, ranks=2))
         await manager.fact("worker_started", 2)
-        manager.send_message(dump_stacks=pb.DumpStacks(job_id="job", generation=1, request_id="r"))
 
-        def dumps() -> list[pb.StackDump]:
-            found = [m.stack_dump for m in manager.received if m.WhichOneof("body") == "stack_dump"]
-            return found if len(found) == 2 else []
+        async def read_dumps(request: str) -> list[pb.StackDump]:
+            manager.send_message(dump_stacks=pb.DumpStacks(job_id="job", generation=1, request_id=request))
 
-        for dump in await manager.until(dumps):
-            assert (dump.request_id, dump.job_id, dump.generation, dump.error) == ("r", "job", 1, "")
-            assert "in hangs" in dump.text or "in <module>" in dump.text
-        assert {dump.rank for dump in dumps()} == {1, 2}
+            def dumps() -> list[pb.StackDump]:
+                found = [m.stack_dump for m in manager.received if m.stack_dump.request_id == request]
+                return found if len(found) == 2 else []
+
+            return list(await manager.until(dumps))
+
+        found, request = list[pb.StackDump](), 0
+        while not found or any("in hangs" not in dump.text for dump in found):  # one that pauses is taken as whole
+            request += 1
+            found = await read_dumps(str(request))
+            assert {(dump.rank, dump.job_id, dump.generation, dump.error) for dump in found} == {
+                (rank, "job", 1, "") for rank in (1, 2)
+            }
 
 
 async def test_stacks_and_logs_that_cannot_be_read_end_no_agent(
@@ -454,7 +461,10 @@ async def test_stacks_and_logs_that_cannot_be_read_end_no_agent(
         assert not vm.task.done()
 
 
-async def test_what_is_being_prepared_is_said_and_the_first_worker_starts_from_it(tmp_path: Path) -> None:
+async def test_what_is_being_prepared_is_said_and_the_first_worker_starts_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("varuna_agent.workers.warm_process._ANSWER_S", DEADLINE_S)
     script = "print(open(f'/proc/{os.getppid()}/cmdline').read().count('zygote.py'))"
     async with running(tmp_path) as (manager, _vm):
         command = launch(tmp_path, script)
@@ -560,23 +570,17 @@ async def test_no_orphan_survives_a_kill_of_the_agents_process_group(
         assert named < {process.pid for process in family}
 
         os.killpg(agent.pid, signal.SIGKILL)
-        await until(lambda: not any(_runs(process) for process in family))
+        await until(lambda: not any(runs(process) for process in family))
         await agent.communicate()
     finally:
         await manager.stop()
 
 
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 async def test_sigterm_ends_the_workers_and_the_agent(tmp_path: Path, agents: list[asyncio.subprocess.Process]) -> None:
     manager = FakeManager(heartbeat_interval_s=10.0)  # silence takes five of them
     await manager.start()
-    agent = await start_agent(agents, f"127.0.0.1:{manager.port}", tmp_path, "--log-format", "json")
+    address, timings = f"127.0.0.1:{manager.port}", {"terminate_linger_s": DEADLINE_S}
+    agent = await start_agent(agents, address, tmp_path, "--log-format", "json", timings=timings)
     try:
         await manager.until(lambda: manager.heartbeats)
         manager.send_message(launch=launch(tmp_path, READY_THEN_LEAVE))

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+import psutil
 
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
 from waiting import DEADLINE_S
 
-__all__ = ["PREAMBLE", "FakeManager", "StandbyManager", "ended", "launch", "start_agent"]
+__all__ = ["PREAMBLE", "FakeManager", "StandbyManager", "ended", "launch", "runs", "start_agent"]
 
 
 T = TypeVar("T")
+
+PATIENT_AGENT = Path(__file__).with_name("patient_agent.py")
 
 
 PREAMBLE = """
@@ -185,10 +189,13 @@ async def start_agent(
     vm_dir: Path,
     *more: str,
     environ: dict[str, str] | None = None,
+    timings: Mapping[str, float] | None = None,
 ) -> asyncio.subprocess.Process:
+    """`timings`: in seconds, those that are not the product's."""
+    program = ["-m", "varuna_agent.main"] if timings is None else [str(PATIENT_AGENT), json.dumps({**timings})]
     arguments = ["--manager", manager, "--vm-id", "vm-1", "--vm-dir", str(vm_dir), "--gpus", "4", *more]
     agent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "varuna_agent.main", *arguments),
+        *(sys.executable, *program, *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
@@ -196,6 +203,14 @@ async def start_agent(
     )
     agents.append(agent)
     return agent
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended: a zombie that nobody has reaped yet has."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def ended(agent: asyncio.subprocess.Process) -> tuple[int, str]:

@@ -29,6 +29,7 @@ from fastapi.responses import JSONResponse
 
 from varuna_manager.providers.azure import PatientRetryPolicy
 from varuna_manager.providers.azure_settings import AzureSettings
+from waiting import DEADLINE_S
 
 PAGE = 10
 GROUP = "/subscriptions/{subscription}/resourceGroups/{group}/providers/Microsoft.Compute"
@@ -457,7 +458,9 @@ def fake_arm() -> Iterator[FakeArm]:
     arm = FakeArm()
     listener = socket.create_server(("127.0.0.1", 0))
     arm.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(_app(arm), log_config=None, lifespan="off", ws="none"))
+    idle_s = int(DEADLINE_S)  # a client that stood still with this machine may use its connections again
+    config = uvicorn.Config(_app(arm), log_config=None, lifespan="off", ws="none", timeout_keep_alive=idle_s)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:

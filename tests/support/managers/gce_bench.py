@@ -28,6 +28,7 @@ from varuna_manager.providers.base import RefusalKind
 from varuna_manager.providers.conformance import ProviderBench
 from varuna_manager.providers.gce import GceClients, GceProvider
 from varuna_manager.providers.gce_settings import GceSettings
+from waiting import DEADLINE_S
 
 _PAUSES_S = 3600.0
 _OPERATION_ERRORS = {
@@ -179,7 +180,9 @@ def fake_gce() -> Iterator[FakeGce]:
     gce = FakeGce()
     listener = socket.create_server(("127.0.0.1", 0))
     gce.address = f"127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(_make_app(gce), log_config=None, lifespan="off", ws="none"))
+    idle_s = int(DEADLINE_S)  # a client that stood still with this machine may use its connections again
+    config = uvicorn.Config(_make_app(gce), log_config=None, lifespan="off", ws="none", timeout_keep_alive=idle_s)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:

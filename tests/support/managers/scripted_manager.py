@@ -26,7 +26,7 @@ from migrated_stores import migrated
 from own_ports import own_ports
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
-from waiting import DEADLINE_S, until
+from waiting import DEADLINE_S, POLL_S, until
 
 IDLE_VM = json.dumps(["/bin/sh", "-c", "exec sleep 600", "vm"])
 
@@ -100,6 +100,19 @@ class ScriptedAgent:
         return bool(self._tasks) and self._tasks[0].done()
 
     async def connect(self) -> None:
+        """Returns when the manager has answered. A stream whose Hello comes too late, on a busy machine, is over."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self._dial()
+            while not self._is_answered():
+                if self.is_over:
+                    await self.close()
+                    await self._dial()
+                await asyncio.sleep(POLL_S)
+
+    def _is_answered(self) -> bool:
+        return any(message.WhichOneof("body") in ("welcome", "refused") for message in self.received)
+
+    async def _dial(self) -> None:
         self._outgoing = asyncio.Queue()
         hello = pb.Hello(
             vm_id=self.vm_id,
@@ -118,7 +131,6 @@ class ScriptedAgent:
         self._channel = grpc.aio.insecure_channel(self.address)
         call = agent_pb2_grpc.AgentServiceStub(self._channel).Connect(self._messages())
         self._tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._beat())]
-        await until(lambda: any(m.WhichOneof("body") in ("welcome", "refused") for m in self.received), "a welcome")
 
     async def _messages(self) -> AsyncIterator[pb.AgentMessage]:
         while True:

@@ -24,7 +24,7 @@ that is to die in it dies when the others wait,
 "pause_s": of each step from the third on; "leaves_after": {"step", "generations"}: in the first generations, all ranks
 wait in the script after this step, and after each later one, until the agent has asked them to leave;
 "counts": threads and descriptors of the process after each step, "waits_for_links": bool, until no thread of an ended
-generation's connections is left,
+generation's connections is left, "waits_are_woken": bool, as no wait looks again by itself,
 "weights": a file with the model's, which is on meta then,
 "cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
 """
@@ -50,6 +50,7 @@ import torch
 from torch import nn
 
 import patient_holders
+import varuna.distributed.departure
 import varuna.distributed.link_connections
 import varuna.distributed.rendezvous
 import varuna.roles.membership
@@ -77,6 +78,8 @@ def main() -> None:
     for module, name in patient_holders.WAITS:
         setattr(module, name, DEADLINE_S)
     wanted = json.loads(Path(sys.argv[1]).read_text())
+    if wanted.get("waits_are_woken"):
+        varuna.distributed.departure._RECHECK_S = varuna.distributed.departure._LONG_WAIT_S = DEADLINE_S
     if wanted.get("waits_for_links"):
         varuna.roles.membership._LINKS_END_S = varuna.distributed.rendezvous._IDLE_S = DEADLINE_S
     train(Task(**wanted["task"]), wanted, Path(wanted["out"]))

@@ -26,6 +26,16 @@ SIZES = ("--nstages", "2", "--batch_size", "8", "--chunk_size", "2")
 
 PROBE = """
 import json, os, pathlib, signal, sys, time
+
+def has_ended(place):
+    if not os.path.exists(place):
+        return False
+    pid = json.loads(pathlib.Path(place).read_text())["pid"]
+    try:
+        return ") Z " in pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+
 rank = int(os.environ["RANK"])
 place = {"pid": os.getpid(), "arguments": sys.argv[1:], "environ": dict(os.environ), "cwd": os.getcwd()}
 pathlib.Path(f"part{rank}").write_text(json.dumps(place))
@@ -33,8 +43,8 @@ os.rename(f"part{rank}", f"rank{rank}.json")
 fault = os.environ.get(f"FAULT_{rank}")
 if fault == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
-while fault == "76" and not os.path.exists("rank3.json"):
-    time.sleep(0.02)  # no peer is lost before it has begun
+while fault == "76" and not has_ended("rank3.json"):
+    time.sleep(0.02)  # no peer is lost before it is gone
 if fault:
     sys.exit(int(fault))
 print("hello from", rank)

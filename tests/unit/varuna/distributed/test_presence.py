@@ -182,8 +182,11 @@ def test_a_rank_that_stays_for_the_next_generation_is_not_suspected(ranks: list[
 
 
 @pytest.mark.parametrize("leaving", [0, 2])
-def test_nothing_is_kept_of_a_rank_that_has_left_for_the_next_generation(ranks: list[Rank], leaving: int) -> None:
+def test_nothing_is_kept_of_a_rank_that_has_left_for_the_next_generation(
+    ranks: list[Rank], leaving: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its process may leave many generations, and what knows the rank's departure knows its copies of states."""
+    monkeypatch.setattr(presence, "_LEFT_WAIT_S", DEADLINE_S)
     rank, ranks[leaving].is_dead = ranks[leaving], True
     rank.departure.offer_to_stay(lambda exit_: True, str)
     rank.departure.leave_generation(GenerationEnded("asked to leave"))

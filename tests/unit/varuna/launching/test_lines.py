@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from varuna.launching import lines
 from varuna.launching.lines import LineRelay, make_stream_writer
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, wait_until
 
 FULL = Path("/dev/full")
 """Each write to it fails, as on a full disk."""
@@ -48,3 +52,46 @@ def test_what_nobody_reads_is_dropped_in_silence(capfd: pytest.CaptureFixture[st
     with os.fdopen(write_end, "w") as stream:
         make_stream_writer(stream)(PIECE)
     assert capfd.readouterr().err == ""
+
+
+def relay_seq(last: int, write: Callable[[bytes], None]) -> LineRelay:
+    """Of a process that writes numbers, and has ended."""
+    relay, process = LineRelay(), subprocess.Popen(["seq", str(last)], stdout=subprocess.PIPE)
+    relay.relay_process(process, write, write)
+    assert process.wait(DEADLINE_S) == 0
+    return relay
+
+
+@pytest.mark.processes
+def test_the_last_lines_of_ended_processes_come_however_slow_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that passes them on gets no turn for longer than an output may stand still."""
+    read, passed = os.read, bytearray()
+
+    def read_late(descriptor: int, size: int) -> bytes:
+        time.sleep(0.1)
+        return read(descriptor, size)
+
+    monkeypatch.setattr(lines.os, "read", read_late)
+    relay_seq(100_000, passed.extend).wait_for_end(0.02)
+    assert passed.endswith(b"\n100000\n")
+
+
+@pytest.mark.processes
+def test_an_output_that_takes_nothing_keeps_nobody_waiting() -> None:
+    is_taken = threading.Event()
+    relay = relay_seq(10, lambda _: wait_until(is_taken.is_set))
+    relay.wait_for_end(0.05)
+    is_taken.set()
+    relay.wait_for_end(DEADLINE_S)
+
+
+@pytest.mark.processes
+def test_a_process_that_has_inherited_an_ended_ones_output_keeps_nobody_waiting() -> None:
+    relay, passed = LineRelay(), bytearray()
+    with subprocess.Popen(["sh", "-c", "echo begun; exec sleep 1000"], stdout=subprocess.PIPE) as orphan:
+        relay.relay_process(orphan, passed.extend, passed.extend)
+        wait_until(lambda: passed)
+        relay.wait_for_end(0.05)
+        orphan.kill()
+        relay.wait_for_end(DEADLINE_S)
+    assert passed == b"begun\n"
