@@ -70,8 +70,10 @@ class ScriptChanges:
             trains.setdefault(first, parameter.requires_grad)
         self._traced = [model_map.modes[path] for path in self._paths] + [trains[name] for name in self._names]
         self._agreed = [modes[path] for path in self._paths] + self._traced[len(self._paths) :]
-        self._wrapped = list(self._agreed)
         self._seen = self._agreed
+        self._changed: set[int] = set()
+        """The numbers of the modules and parameters that the ranks have agreed to change since the model was wrapped,
+        also of those that are as wrapped again."""
         self._exchanges = True
         """Whether the ranks exchange their changes before the next pass: scripts may make some before a first step."""
         self.has_exchanged = False
@@ -123,9 +125,7 @@ class ScriptChanges:
             self._set_state(self._agreed, self._modules, self._own)
 
     def _find_new_changes(self) -> None:
-        """Does nothing when a change is pending: the stage is set as agreed then, so that it no longer shows it."""
-        if not self.are_pending:
-            self._seen = self._find_changes()
+        self._seen = self._find_wanted()
 
     @property
     def are_pending(self) -> bool:
@@ -212,6 +212,16 @@ class ScriptChanges:
                     "give add_param_group its parameters, those of named_parameters() with this name"
                 )
 
+    def select_trained(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Those of `parameters`, by first name, that the script wants to train, also if the ranks have yet to agree."""
+        wanted = dict(zip(self._names, self._find_wanted()[len(self._paths) :], strict=True))
+        return {name: parameter for name, parameter in parameters.items() if wanted[name]}
+
+    def _find_wanted(self) -> list[bool]:
+        """The wanted modes and parameters, as seen before when a change is pending: the stage is set as agreed then, so
+        that it no longer shows it."""
+        return self._seen if self.are_pending else self._find_changes()
+
     def _find_changes(self) -> list[bool]:
         """The wanted modes and parameters: changed if any handle differs from the agreement."""
         found = list(self._agreed)
@@ -238,12 +248,16 @@ class ScriptChanges:
 
     def _set_agreement(self, agreed: list[bool], *, with_modes: bool = True) -> None:
         """Sets the stage and the script's own handles as agreed from now on; without `with_modes` no module."""
+        self._changed.update(n for n, (old, now) in enumerate(zip(self._agreed, agreed, strict=True)) if now != old)
         self._agreed = self._seen = agreed
-        self._set_state(agreed, self._modules if with_modes else (), self._own)
-        self._set_state(agreed, (), self._given_out)
+        self._set_handles(agreed, with_modes=with_modes)
+
+    def _set_handles(self, state: Sequence[bool], *, with_modes: bool = True) -> None:
+        self._set_state(state, self._modules if with_modes else (), self._own)
+        self._set_state(state, (), self._given_out)
         if with_modes:
             self.push_modes()
-        for references, now in zip(self._users_parameters, agreed[len(self._paths) :], strict=True):
+        for references, now in zip(self._users_parameters, state[len(self._paths) :], strict=True):
             for parameter in _alive(references):
                 if parameter.requires_grad != now:
                     parameter.requires_grad_(now)
@@ -255,26 +269,25 @@ class ScriptChanges:
         return [("module", path) for path in self._paths] + [("parameter", name) for name in self._names]
 
     def state_dict(self) -> dict[str, Any]:
-        # Before an exchange the scripts of all ranks have set the same, and a new process's script sets it again.
-        wanted = self._agreed if self.has_exchanged else self._find_changes()
+        """What the ranks have agreed on. What a script has set since, a new process's script sets again."""
         state: dict[str, Any] = {"module": {}, "parameter": {}}
-        for (kind, label), now, wrapped in zip(self._labels, wanted, self._wrapped, strict=True):
-            if now != wrapped:
-                state[kind][label] = now
+        for number, (kind, label) in enumerate(self._labels):
+            if number in self._changed:
+                state[kind][label] = self._agreed[number]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets everything as it was: as wrapped, if the checkpoint has no change of it. What this process's script has
-        set before does not count, because it may have undone that later. Called by all ranks, with the same state."""
-        before = self._find_changes()
-        self._set_agreement(
-            [
-                state[kind].get(label, wrapped)
-                for (kind, label), wrapped in zip(self._labels, self._wrapped, strict=True)
-            ]
-        )
-        if self._agreed != before:
+        """Sets what has changed in the training before as it was last, whatever this process's script has set: a script
+        may freeze layers whenever it starts, and unfreeze them once. The rest stays as the script has set it. Called by
+        all ranks, with the same state."""
+        loaded = {n: state[kind][label] for n, (kind, label) in enumerate(self._labels) if label in state[kind]}
+        wanted = self._find_wanted()
+        self._set_agreement([loaded.get(number, now) for number, now in enumerate(self._agreed)])
+        self._changed.update(loaded)
+        before = [wanted[number] if number in loaded else now for number, now in enumerate(self._agreed)]
+        if before != self._agreed:
             _log.info("the model is set as in the checkpoint", changes=self._describe_changes(before))
+        self._set_handles([loaded.get(number, now) for number, now in enumerate(wanted)])
 
 
 def _alive(references: Iterable[weakref.ref[nn.Parameter]]) -> list[nn.Parameter]:

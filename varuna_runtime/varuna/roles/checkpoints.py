@@ -260,7 +260,8 @@ class TrainingCheckpoints:
         """Why the first step from a loaded state cannot begin: the state was trained with a parameter group that the
         script has not added again. Empty: it can, and later steps are not examined."""
         options = self._loaded_options
-        lost = [] if options is None else options.list_lost(left_out(self._updater.optimizers, self._parameters))
+        trained = {} if options is None else self._changes.select_trained(self._parameters)
+        lost = [] if options is None else options.list_lost(left_out(self._updater.optimizers, trained))
         if not lost:
             self._loaded_options = None
             return ""

@@ -127,7 +127,7 @@ class TrainingRole:
         for optimizer in optimizers:
             check_splittable(optimizer, self._worker.environment, self._parts.section_count)
         if self._worker.topology.replica == 0:
-            log_left_out(optimizers, self._parts.parameters)
+            log_left_out(optimizers, self._changes.select_trained(self._parts.parameters))
         self._updater.set_optimizers(optimizers)
         if scaler is not None:
             self._updater.scaler = scaler

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -537,13 +538,18 @@ def append_nested(batch: dict[str, Any]) -> None:
     batch["nested"]["numbers"].append(batch["number"])
 
 
+def fill_gaps(batch: dict[str, Any]) -> None:
+    batch["nested"]["gaps"] = batch["nested"]["gaps"].nan_to_num()
+
+
 class Nested(Numbers):
-    """Its batches have a list of tensors, too."""
+    """Its batches have a list of tensors, too, and NaN where a value is missing."""
 
     @staticmethod
     def collate(items: list[dict[str, int]]) -> dict[str, Any]:
         numbers = torch.tensor([item["number"] for item in items])
-        return {"number": numbers, "id": [str(item["number"]) for item in items], "nested": {"numbers": [numbers + 1]}}
+        nested = {"numbers": [numbers + 1], "gaps": torch.full([len(items)], math.nan)}
+        return {"number": numbers, "id": [str(item["number"]) for item in items], "nested": nested}
 
 
 @pytest.mark.parametrize(
@@ -557,6 +563,7 @@ class Nested(Numbers):
         mask_before_a_copy,
         change_nested,
         append_nested,
+        fill_gaps,
     ],
 )
 def test_a_batch_that_the_script_has_changed_is_not_known(
@@ -581,10 +588,14 @@ def copy_tensors(batch: dict[str, Any]) -> None:
 
 def put_the_same(batch: dict[str, Any]) -> None:
     batch.update(dict(batch))
-    batch["nested"] = {"numbers": list(batch["nested"]["numbers"])}
+    batch["nested"] = {**batch["nested"], "numbers": list(batch["nested"]["numbers"])}
 
 
-@pytest.mark.parametrize("change", [copy_tensors, put_the_same])
+def copy_gaps(batch: dict[str, Any]) -> None:
+    batch["nested"]["gaps"] = batch["nested"]["gaps"].clone()
+
+
+@pytest.mark.parametrize("change", [copy_tensors, put_the_same, copy_gaps])
 def test_a_batch_whose_tensors_the_script_has_moved_is_known(
     change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

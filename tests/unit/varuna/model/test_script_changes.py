@@ -128,11 +128,11 @@ def count_traces(model: Varuna, monkeypatch: pytest.MonkeyPatch) -> list[object]
     return traces
 
 
-def body_of(model: Varuna) -> list[nn.Parameter]:
+def body_of(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if name.startswith("body.")]
 
 
-def set_trains(model: Varuna, trains: bool) -> None:
+def set_trains(model: nn.Module, trains: bool) -> None:
     for parameter in body_of(model):
         parameter.requires_grad_(trains)
 
@@ -187,6 +187,39 @@ def test_a_choice_that_the_script_makes_after_loading_counts(tmp_path: Path) -> 
     before = [parameter.detach().clone() for parameter in body_of(again)]
     again.step(batch(1))
     torch.testing.assert_close(before, [parameter.detach() for parameter in body_of(again)], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("through", ["users", "varuna"])
+def test_a_load_leaves_alone_what_never_changed_in_the_training_before(through: str, tmp_path: Path) -> None:
+    """It is another script's, as of a pretraining: this script freezes what that one has trained."""
+    model = wrap(Head())
+    model.step(batch())
+    assert model.checkpoint(str(tmp_path))
+    users = Head()
+    again = wrap(users)
+    set_trains(again if through == "varuna" else users, trains=False)
+    users.norm.eval()
+    again.load_checkpoint(str(tmp_path), 1)
+    before = [parameter.detach().clone() for parameter in body_of(again)]
+    again.step(batch(1))
+    torch.testing.assert_close(before, [parameter.detach() for parameter in body_of(again)], rtol=0, atol=0)
+    assert (users.training, users.norm.training) == (True, False)
+    assert not any(parameter.requires_grad for parameter in body_of(again))
+
+
+def test_a_change_that_was_undone_is_still_one_after_two_restarts(tmp_path: Path) -> None:
+    """The second one loads what a process has saved that has only loaded it."""
+    for step in range(3):
+        model = wrap(Head())
+        set_trains(model, trains=False)
+        if step:
+            model.load_checkpoint(str(tmp_path), step)
+        before = [parameter.detach().clone() for parameter in body_of(model)]
+        model.step(batch(step))
+        assert all(map(torch.equal, before, body_of(model))) is (step == 0)
+        if not step:
+            set_trains(model, trains=True)
+        assert model.checkpoint(str(tmp_path), step + 1)
 
 
 def modes_in(model: Varuna) -> list[bool]:
@@ -341,6 +374,19 @@ def test_a_new_rank_follows_the_others_whatever_its_script_did_before_it_joined_
     ranks.connect()
     ranks.on_all(ScriptChanges.begin_step)
     assert first.agreed == second.agreed == new.agreed
+
+
+def test_a_state_from_before_an_exchange_undoes_nothing_that_its_rank_could_not_see() -> None:
+    """A rank sees what was frozen through the Varuna object in its own stage only."""
+    ranks = Ranks(3)
+    first, _, new = ranks.changes
+    for model in ranks.models[1:]:
+        model.get_parameter("body.weight").requires_grad_(False)
+    new.load_state_dict(first.state_dict())
+    assert not ranks.models[2].get_parameter("body.weight").requires_grad
+    ranks.on_all(ScriptChanges.begin_step)
+    assert [one.trains["body.weight"] for one in ranks.changes] == [False] * 3
+    assert [one.state_dict()["parameter"] for one in ranks.changes] == [{"body.weight": False}] * 3
 
 
 def test_a_meeting_in_a_first_step_keeps_what_the_ranks_have_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:

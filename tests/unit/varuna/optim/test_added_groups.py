@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -29,8 +30,8 @@ class Pretrained(nn.Module):
         return self.head(self.base(x)).square().mean()
 
 
-def begin() -> tuple[Varuna, Optimizer]:
-    model = Varuna(Pretrained(), get_batch_fn=BATCH)
+def begin(users: nn.Module | None = None) -> tuple[Varuna, Optimizer]:
+    model = Varuna(Pretrained() if users is None else users, get_batch_fn=BATCH)
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     model.set_optimizer(optimizer)
     return model, optimizer
@@ -63,23 +64,36 @@ def test_a_script_that_does_not_add_its_group_again_is_refused(saved: str) -> No
     assert all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("when", ["before", "after", "frozen"])
+@pytest.mark.parametrize("when", ["before", "after", "frozen", "frozen in its own model"])
 def test_a_script_that_adds_its_group_or_freezes_the_layers_goes_on(saved: str, when: str) -> None:
-    model, optimizer = begin()
+    users = Pretrained()
+    model, optimizer = begin(users)
     if when == "before":
         unfreeze(model, optimizer)
     model.load_checkpoint(saved, 2)
     if when == "after":
         unfreeze(model, optimizer)
-    if when == "frozen":
+    is_frozen = when.startswith("frozen")
+    if is_frozen:
         for parameter in optimizer.param_groups[0]["params"]:
             assert parameter.requires_grad
-        model.base.requires_grad_(False)
+        (model.base if when == "frozen" else users.base).requires_grad_(False)
     weight = model.get_parameter("base.weight").clone()
     model.step(BATCH)
-    assert torch.equal(model.get_parameter("base.weight"), weight) is (when == "frozen")
-    if when != "frozen":
+    assert torch.equal(model.get_parameter("base.weight"), weight) is is_frozen
+    if not is_frozen:
         assert "momentum_buffer" in optimizer.state[model.get_parameter("base.weight")]
+
+
+@pytest.mark.parametrize("through", ["users", "varuna"])
+def test_nothing_is_said_of_layers_that_are_frozen_after_wrapping(through: str) -> None:
+    users = Pretrained()
+    users.base.requires_grad_(True)
+    model = Varuna(users, get_batch_fn=BATCH)
+    (users if through == "users" else model).base.requires_grad_(False)
+    with capture_logs() as logs:
+        model.set_optimizer(SGD(list(model.head.parameters()), lr=0.1))
+    assert not any("no optimizer holds" in entry["event"] for entry in logs)
 
 
 def test_a_new_process_without_the_group_leaves_before_it_trains_beside_others(
