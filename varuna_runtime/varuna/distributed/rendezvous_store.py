@@ -44,7 +44,11 @@ _CHANCE = random.SystemRandom()
 
 
 class RendezvousStore(Store):
-    """A connection to the store that rank 0 serves. A wait ends with the time limit of `set_timeout`."""
+    """The store that rank 0 serves. A wait ends with the time limit of `set_timeout`.
+
+    A request has a connection to itself, so that a wait of one thread keeps no request of another waiting: what it
+    waits for may follow from that.
+    """
 
     def __init__(
         self, host: str, key: MeetingKey, timeout: timedelta, check: Callable[[], None] = lambda: None
@@ -56,17 +60,26 @@ class RendezvousStore(Store):
         super().__init__()
         keep_alive_forever(self)  # C++ calls these methods, and holds no reference to the object that has them
         self.set_timeout(timeout)
-        self._requesting = threading.Lock()
-        self._connection = _connect_to_server(host, key, timeout.total_seconds(), check)
-        self._peer = f"{host}:{self._connection.getpeername()[1]}"
+        self._host, self._key = host, key
+        connection = _connect_to_server(host, key, timeout.total_seconds(), check)
+        self._peer = f"{host}:{connection.getpeername()[1]}"
+        self._connections, self._free = [connection], [connection]
+        self._is_shut_down = False
+        self._choosing = threading.Lock()
+        """Held while the three before it are read or changed."""
 
     def shut_down(self) -> None:
-        """Makes every request fail, one that is under way too. From any thread."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        """Makes every request fail, those that are under way too. From any thread."""
+        with self._choosing:
+            self._is_shut_down = True
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._connection.close()
+        self.shut_down()
+        for connection in self._connections:
+            connection.close()
 
     # torch calls these from C++, under these names
 
@@ -132,8 +145,10 @@ class RendezvousStore(Store):
         """The answer. Raises DistNetworkError when rank 0 is gone or does not answer, as does every request after that
         one, and DistStoreError when a time limit has run out."""
         try:
-            with self._requesting:
-                status, answer = self._exchange_messages(pack_message(op, words), limit_s + _ANSWER_S)
+            connection = self._take_connection()
+            status, answer = self._exchange_messages(connection, pack_message(op, words), limit_s + _ANSWER_S)
+            with self._choosing:
+                self._free.append(connection)
         except OSError as error:
             raise dist.DistNetworkError(f"the rendezvous store at {self._peer} is gone: {error}") from error
         if status == AnswerStatus.TIMED_OUT:
@@ -141,12 +156,29 @@ class RendezvousStore(Store):
         assert status == AnswerStatus.DONE, f"the rendezvous store refused {op.name}"
         return answer
 
-    def _exchange_messages(self, request: bytes, limit_s: float) -> tuple[int, list[bytes]]:
+    def _take_connection(self) -> socket.socket:
+        """One that no request uses, a new one if need be. Raises OSError, and DistNetworkError if rank 0 is gone."""
+        with self._choosing:
+            self._check()
+            if self._free:
+                return self._free.pop()
+        made = _connect_to_server(self._host, self._key, _ANSWER_S, self._check)
+        with self._choosing:
+            self._connections.append(made)
+            self._check()
+        return made
+
+    def _check(self) -> None:
+        """Raises OSError when this store is shut down."""
+        if self._is_shut_down:
+            raise ConnectionError("it is shut down")
+
+    def _exchange_messages(self, connection: socket.socket, request: bytes, limit_s: float) -> tuple[int, list[bytes]]:
         """Sends a request and receives its answer. Raises OSError."""
         try:
-            self._connection.settimeout(limit_s)
-            self._connection.sendall(request)
-            return receive_message(self._connection)
+            connection.settimeout(limit_s)
+            connection.sendall(request)
+            return receive_message(connection)
         except BaseException:
             self.shut_down()  # an answer that comes later would be taken for that of the next request
             raise
