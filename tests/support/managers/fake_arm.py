@@ -29,9 +29,10 @@ from fastapi.responses import JSONResponse
 
 from varuna_manager.providers.azure import PatientRetryPolicy
 from varuna_manager.providers.azure_settings import AzureSettings
-from waiting import DEADLINE_S
 
 PAGE = 10
+_IDLE_S = 600
+"""How long a connection may be idle: a client that stood still with this machine may use it again."""
 GROUP = "/subscriptions/{subscription}/resourceGroups/{group}/providers/Microsoft.Compute"
 
 
@@ -458,8 +459,7 @@ def fake_arm() -> Iterator[FakeArm]:
     arm = FakeArm()
     listener = socket.create_server(("127.0.0.1", 0))
     arm.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    idle_s = int(DEADLINE_S)  # a client that stood still with this machine may use its connections again
-    config = uvicorn.Config(_app(arm), log_config=None, lifespan="off", ws="none", timeout_keep_alive=idle_s)
+    config = uvicorn.Config(_app(arm), log_config=None, lifespan="off", ws="none", timeout_keep_alive=_IDLE_S)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
