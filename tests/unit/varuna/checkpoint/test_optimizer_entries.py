@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from small_regression import BATCH, Regression
 from training_roles import training_role
 from varuna import Varuna
 from varuna.checkpoint import (
@@ -29,8 +30,6 @@ from varuna.checkpoint import (
 from varuna.holdings.inventory import make_inventory
 from varuna.holdings.merging import merge_inventories
 from waiting import DEADLINE_S
-
-BATCH = {"x": torch.linspace(-1, 1, 12).view(4, 3)}
 
 
 class Decaying(Optimizer):
@@ -63,16 +62,6 @@ class Lookahead(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         self.inner.step()
-
-
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh()).square().mean()
 
 
 def begin(make: Callable[[Any], Optimizer] = Decaying) -> Varuna:

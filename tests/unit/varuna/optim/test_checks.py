@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from small_regression import BATCH, Regression
 from varuna import Varuna
 from varuna.distributed.worker_environment import read_worker_environment
 from varuna.optim.reduction import global_gradient_norm, stepping
@@ -196,19 +197,6 @@ def test_an_optimizer_that_copies_cannot_step_is_told_of(capsys: pytest.CaptureF
 
 
 # The script's own loop
-
-
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh()).square().mean()
-
-
-BATCH = {"x": torch.linspace(-1, 1, 12).view(4, 3)}
 
 
 def trained() -> tuple[Varuna, Optimizer]:
