@@ -120,6 +120,7 @@ class AgentLink:
         self._progress_reported_s = -math.inf
         self._commands: SimpleQueue[worker_pb2.Assigned | worker_pb2.GiveState | worker_pb2.StoreState] = SimpleQueue()
         self._on_command: Callable[[], None] = lambda: None
+        self._before_failure: Callable[[], None] = lambda: None
         self._on_failure: Callable[[], None] = lambda: None
         self._ahead: AheadCommand | None = None
         self._on_ahead: Callable[[AheadCommand], None] = lambda command: None
@@ -294,15 +295,19 @@ class AgentLink:
         waiting = worker_pb2.Waiting(waiting_for=waiting_for, quiet_ranks=quiet_ranks)
         self._send(worker_pb2.WorkerMessage(waiting=waiting))
 
-    def store_on_failure(self, store_state: Callable[[], None]) -> None:
-        """`store_state` is called when the script has raised an exception. The process then ends in any case."""
-        self._on_failure = store_state
+    def store_on_failure(self, store_state: Callable[[], None], *, wait_first: Callable[[], None]) -> None:
+        """`store_state` is called when the script has raised an exception. The process then ends in any case.
+
+        `wait_first`: returns when the agent may hear of the exception, whereupon other ranks leave. Never raises.
+        """
+        self._before_failure, self._on_failure = wait_first, store_state
 
     def handle_failure(self, text: str, shortage: MemoryFigures | None = None) -> None:
         """The script has failed with this traceback, and this process is about to end.
 
         `shortage`: of its device's memory, if it failed for that.
         """
+        self._before_failure()
         self.report_failure(text, shortage)
         try:
             self._on_failure()
