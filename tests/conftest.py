@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import uuid
 from collections import Counter
@@ -90,6 +91,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     )
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"left out: {count} test{'s' * (count > 1)}, {reason}")
+
+
+@pytest.fixture(autouse=True)
+def end_of_resumed_training() -> Iterator[None]:
+    """Let no training that a test has resumed say where the samples of the next one in this process begin."""
+    yield
+    cursor = sys.modules.get("varuna.data.sample_cursor")  # most tests never import it
+    if cursor is not None:
+        cursor.set_resume_point(None)
 
 
 @pytest.fixture(scope="session")
