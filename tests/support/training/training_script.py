@@ -3,7 +3,8 @@
 Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "die", "overflow", "raise": {"rank", "step"}, "save": {"step", "url", "fails"}, "forever": bool,
 "accumulate": the script steps the optimizer after so many steps, and no scheduler,
-"dies": several such faults as "die", "dies_before_resume": a rank,
+"dies": several such faults as "die", "dies_before_resume": a rank, "passes_first": the ranks that have passed the step
+before one dies in it,
 "misses_agreement": {"rank", "step"}, which loses its peers when it has sent its part and has not received the totals,
 "misses_update": {"rank", "step"}, which loses them when it has the totals and has made no update,
 "copies_batches", "asks_for_shape": bool, for a script that cannot follow its job into another shape,
@@ -102,6 +103,23 @@ def wait_for_others(out: Path, rank: int, step: int) -> None:
     wait_until(lambda: all((out / f"rank{other}.updated{step}").exists() for other in others), "the others' updates")
 
 
+def note_passes(out: Path, rank: int) -> None:
+    """Leaves a file for each pass of this rank, for `wait_for_passes`."""
+    run = SharePass.run
+
+    def run_and_note(share: SharePass, under_way: TrainingStep, *rest: Any) -> int:
+        global_batch = run(share, under_way, *rest)
+        (out / f"rank{rank}.passed{share._parts.progress.step + 1}").touch()
+        return global_batch
+
+    SharePass.run = run_and_note  # type: ignore[assignment,method-assign]
+
+
+def wait_for_passes(out: Path, ranks: Sequence[int], step: int) -> None:
+    """Waits until these have passed `step`: what one has not begun is nothing that it keeps."""
+    wait_until(lambda: all((out / f"rank{rank}.passed{step}").exists() for rank in ranks), "the others' passes")
+
+
 def rest(out: Path, rank: int, *, dies: bool) -> None:
     """Waits in the script: a rank that is to die, until all others wait; the others, until the test lets them go on."""
     (out / f"rank{rank}.rests").touch()
@@ -148,12 +166,7 @@ def miss_update(out: Path, rank: int, step: int) -> None:
 def miss_evaluation(out: Path, own: int, rank: int, step: int, number: int, passed: Sequence[int]) -> None:
     """Leaves, as `miss_agreement` does, when the others have the loss of the evaluation `number` after `step`, and the
     ranks `passed` have passed the next step."""
-    evaluate, run, count = TrainingRole._evaluate_together, SharePass.run, 0
-
-    def run_and_note(share: SharePass, under_way: TrainingStep, *rest: Any) -> int:
-        global_batch = run(share, under_way, *rest)
-        (out / f"rank{own}.passed{share._parts.progress.step + 1}").touch()
-        return global_batch
+    evaluate, count = TrainingRole._evaluate_together, 0
 
     def evaluate_or_miss(role: TrainingRole, *rest: Any, **named: Any) -> float:
         nonlocal count
@@ -161,13 +174,11 @@ def miss_evaluation(out: Path, own: int, rank: int, step: int, number: int, pass
         count += role._progress.step == step
         if (own, count) == (rank, number):
             count += 1
-            files = [out / f"rank{other}.passed{step + 1}" for other in passed]
-            wait_until(lambda: all(file.exists() for file in files), "the others' passes")
+            wait_for_passes(out, passed, step + 1)
             lose_peers(role._worker.departure, out, rank, step)
         return loss
 
     TrainingRole._evaluate_together = evaluate_or_miss  # type: ignore[assignment,method-assign]
-    SharePass.run = run_and_note  # type: ignore[assignment,method-assign]
 
 
 def die(*_: object, **_named: object) -> NoReturn:
@@ -243,6 +254,7 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         assert {int(one["step"]) for one in optimizer.state_dict()["state"].values()} - {first - 1} == set()
         assert len(optimizer.state) == (len(list(model.parameters())) if first > 1 else 0)
     note_updates(out, rank)
+    note_passes(out, rank)
     if wanted.get("misses_agreement", {}).get("rank") == rank:
         miss_agreement(out, **wanted["misses_agreement"])
     if wanted.get("misses_update", {}).get("rank") == rank:
@@ -258,6 +270,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         fault = {"rank": rank, "step": step}
         if fault in (wanted.get("die"), wanted.get("raise")) and step > first:
             wait_for_others(out, rank, step - 1)
+        if fault == wanted.get("die"):
+            wait_for_passes(out, wanted.get("passes_first", ()), step)
         if wanted.get("rests") == step:
             rest(out, rank, dies=fault == wanted.get("die"))
         if wanted.get("die") == fault or fault in wanted.get("dies", ()):

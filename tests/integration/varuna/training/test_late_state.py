@@ -31,11 +31,12 @@ def lose_one(
     p: int = 3,
     keepers: tuple[int, ...] = (),
 ) -> SurvivorWorld:
-    """2×2 loses rank 1 in a step, and the others take the stages of 3×1, or of another `p`.
+    """2×2 loses rank 1 in a step that the other replica has passed. The others take the stages of 3×1, or of another
+    `p`.
 
     `keepers`: of copies of the new stages.
     """
-    wanted = {"die": {"rank": 1, "step": LOST_IN}, "late": late}
+    wanted = {"die": {"rank": 1, "step": LOST_IN}, "passes_first": [2, 3], "late": late}
     world = SurvivorWorld(stack, zygote, folder, task, 2, 2, script=SCRIPT, wanted=wanted)
     world.wait_until_left({1})
     world.go_on_as(replace(world.plan, p=p, d=3 // p), [3, 0, 2], keepers=keepers)
@@ -111,7 +112,7 @@ def test_a_rank_is_lost_before_others_have_their_sums(zygote: Zygote, tmp_path: 
     task = Task(steps=STEPS, doubled=True)
     with ExitStack() as stack:
         late = {"sums_never": [3], "dies": [2], "only_sums": True}
-        wanted = {"die": {"rank": 1, "step": LOST_IN}, "late": late}
+        wanted = {"die": {"rank": 1, "step": LOST_IN}, "passes_first": [2, 3, 4, 5], "late": late}
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 3, script=SCRIPT, wanted=wanted)
         world.wait_until_left({1})
         world.go_on_as(replace(world.plan, p=1, d=4), [3, 0, 2, 5])

@@ -74,7 +74,8 @@ def test_a_loss_takes_the_others_to_another_shape(zygote: Zygote, tmp_path: Path
     """In the middle of a step, whose kept share moves with the stages: the lost replica's is run again."""
     task = Task(steps=STEPS, doubled=True)
     with ExitStack() as stack:
-        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted={"die": {"rank": 1, "step": 4}})
+        wanted = {"die": {"rank": 1, "step": 4}, "passes_first": [2, 3]}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
         world.wait_until_left({1})
         (step,) = set(world.go_on_as(replace(world.plan, p=3, d=1), [3, 0, 2]))
         assert step == 3
