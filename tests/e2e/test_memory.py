@@ -39,7 +39,7 @@ SCRIPT = """
             time.sleep(0.05)
             return self.second(self.cut(self.first(x))).square().mean()
 
-    def agree_late(group, own):  # as on a busy machine, where a rank hears of an agreement after the others
+    def agree_late(group, own):  # as on a busy machine, where a rank receives an agreement after the others
         totals = agree_on_totals(group, own)
         if (here / "late").exists():
             time.sleep(0.5)
@@ -113,11 +113,13 @@ def test_a_script_that_fails_on_one_rank_goes_on_from_memory(managed: Managed) -
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_before_another_rank_has_heard_of_its_step_loses_none(managed: Managed) -> None:
+def test_a_script_that_fails_before_another_rank_has_the_agreement_loses_no_step(managed: Managed) -> None:
     job = submit(managed, max_restarts_on_errors=1, copies="off")
     first = wait_until(lambda: find_training(managed.client, job, 0, steps=5), "five steps")
     (managed.folder / "late").touch()
-    wait_until(lambda: find_training(managed.client, job, 0, steps=first["last_step"] + 3), "steps heard of late")
+    wait_until(
+        lambda: find_training(managed.client, job, 0, steps=first["last_step"] + 3), "steps with late agreements"
+    )
     (managed.folder / "fails0").touch()
     check_goes_on(managed, job, first)
 

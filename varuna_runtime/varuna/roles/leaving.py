@@ -34,7 +34,7 @@ _log = structlog.get_logger("varuna")
 _MOST_UNCLEAN_ENDS = 5
 """gloo sometimes leaves a thread in a receive whose connection is gone; with it stay some fifteen threads and
 descriptors. A new process begins without them."""
-_AGREEMENT_HEARD_S = 1.0
+_AGREEMENT_SPREAD_S = 1.0
 """An agreement reaches the ranks within milliseconds of one another; on a machine that is too busy, later."""
 
 
@@ -58,7 +58,7 @@ class StateHolder:
         worker = parts.worker
         if can_hold_state(worker.environment):
             worker.departure.offer_to_stay(self._try_to_stay, self.find_obstacle)
-            worker.link.store_on_failure(self._store_after_failure, wait_first=self._let_others_hear)
+            worker.link.store_on_failure(self._store_after_failure, wait_first=self._await_agreement_elsewhere)
 
     # Leaving
 
@@ -271,8 +271,8 @@ class StateHolder:
         """Whether this process is in no move, and has all of its stage's state."""
         return self._unmoved is None and not self.is_between_stages and not self._parts.lacks_state
 
-    def _let_others_hear(self) -> None:
-        """The script has raised an exception: gives the other ranks time to hear of the newest agreement.
+    def _await_agreement_elsewhere(self) -> None:
+        """The script has raised an exception: gives the other ranks time to receive the newest agreement.
 
         One that leaves before has the state of the step before, and no new process can begin with that and this
         rank's.
@@ -280,7 +280,7 @@ class StateHolder:
         departure = self._parts.worker.departure
         if self._parts.progress.committed_totals is not None and self._parts.worker.environment.world_size > 1:
             with departure.condition:
-                departure.condition.wait_for(lambda: departure.exit_code is not None, _AGREEMENT_HEARD_S)
+                departure.condition.wait_for(lambda: departure.exit_code is not None, _AGREEMENT_SPREAD_S)
 
     def _store_after_failure(self) -> None:
         """The script has raised an exception: leaves the state in memory if it is that after a step, for a script that

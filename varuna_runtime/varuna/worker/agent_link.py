@@ -298,7 +298,7 @@ class AgentLink:
     def store_on_failure(self, store_state: Callable[[], None], *, wait_first: Callable[[], None]) -> None:
         """`store_state` is called when the script has raised an exception. The process then ends in any case.
 
-        `wait_first`: returns when the agent may hear of the exception, whereupon other ranks leave. Never raises.
+        `wait_first`: returns when the exception may be reported, whereupon other ranks leave. Never raises.
         """
         self._before_failure, self._on_failure = wait_first, store_state
 

@@ -256,15 +256,13 @@ def test_clear_words_for_what_is_wrong() -> None:
 
 def test_a_resumed_run_begins_with_the_first_unseen_sample() -> None:
     stream = [index for step in range(1, 40) for index in whole(step, 10, 1)]
-    try:
-        set_resume_point(ResumePoint(step=3, samples=12))
-        resumed = Batches(Squares(), first_step=4, last_step=6, environ=worker(0, p=1, d=1))
-        seen = [index for _step, batch in resumed for index in batch["index"].tolist()]
-        assert seen == stream[12 : 12 + 3 * 7]
-        # Another stream (another phase, a validation set) always begins at its own beginning.
-        assert Batches(Squares(), environ=worker(0, p=1, d=1)).indices(4) == whole(4, 10, 7)
-    finally:
-        set_resume_point(None)
+    set_resume_point(ResumePoint(step=3, samples=12))
+    resumed = Batches(Squares(), first_step=4, last_step=6, environ=worker(0, p=1, d=1))
+    seen = [index for _step, batch in resumed for index in batch["index"].tolist()]
+    assert seen == stream[12 : 12 + 3 * 7]
+    # Another stream (another phase, a validation set) always begins at its own beginning.
+    assert Batches(Squares(), environ=worker(0, p=1, d=1)).indices(4) == whole(4, 10, 7)
+    set_resume_point(None)
     assert Batches(Squares(), first_step=4, environ=worker(0, p=1, d=1)).indices(4) == whole(4, 10, 7)
 
 
@@ -476,10 +474,8 @@ def test_a_batch_follows_its_process_to_another_share(monkeypatch: pytest.Monkey
 def test_examples_of_the_global_batch_are_fetched_by_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(3, 1))
     set_resume_point(ResumePoint(3, 40))
-    try:
-        source = Batches(Numbers(), first_step=4, seed=5)
-    finally:
-        set_resume_point(None)
+    source = Batches(Numbers(), first_step=4, seed=5)
+    set_resume_point(None)
     whole_batch = [index for replica in range(3) for index in _indices_in(source, 3, replica)]
     batch = source.batch(4)
     assert whole_batch[4:8] == batch["number"].tolist()
