@@ -65,6 +65,15 @@ def ring_us(count: int, ranks: int, hop_us: float, byte_us: float) -> float:
 
 
 @compiled(cache=True)
+def ring_costs(net: NetworkCosts, P: int) -> tuple[float, float]:
+    """(µs per hop, µs per byte) of the all-reduces of P stages, of which each has a ring. Ranks fill VMs replica by
+    replica (`placement`), so as many rings share a VM's network as it has stages: at most P, and one for each GPU.
+    """
+    last = min(P, net.hop_us.shape[0]) - 1
+    return net.hop_us[last], net.byte_us[last]
+
+
+@compiled(cache=True)
 def exposed_us(count: int, ranks: int, hop_us: float, byte_us: float, backward_us: float) -> float:
     """The part of a bucketed all-reduce of `count` bytes that the last backward does not hide.
 
@@ -89,7 +98,7 @@ def hop_inside(s: int, P: int, D: int, gpus_per_vm: int) -> bool:
 @compiled(cache=True)
 def agreement_us(net: NetworkCosts, P: int, D: int) -> float:
     """The small reduction over all ranks, up a tree and down, with which every step ends."""
-    agreement: float = 2.0 * np.ceil(np.log2(P * D)) * net.hop_us
+    agreement: float = 2.0 * np.ceil(np.log2(P * D)) * net.hop_us[0]
     return agreement
 
 
@@ -101,6 +110,7 @@ def _sum_gradients(sections: SectionTables, net: NetworkCosts, bounds: Ints, D: 
     P = own.shape[0]
     for s in range(P):
         own[s] = sections.gradient_bytes[bounds[s + 1]] - sections.gradient_bytes[bounds[s]]
+    hop_us, byte_us = ring_costs(net, 1)
     uses = np.zeros(P, dtype=np.int64)  # sections of a stage that use the tied weight: each counts its gradient
     for tie in range(net.ties.shape[0]):
         uses[:] = 0
@@ -111,7 +121,7 @@ def _sum_gradients(sections: SectionTables, net: NetworkCosts, bounds: Ints, D: 
         for s in range(P):
             if stages > 1 and uses[s] > 0:
                 own[s] -= uses[s] * net.tie_bytes[tie]
-                finish[s] += ring_us(net.tie_bytes[tie], stages * D, net.hop_us, net.byte_us)
+                finish[s] += ring_us(net.tie_bytes[tie], stages * D, hop_us, byte_us)
             elif uses[s] > 1:
                 own[s] -= (uses[s] - 1) * net.tie_bytes[tie]
 
@@ -138,7 +148,8 @@ def stage_times(sections: SectionTables, net: NetworkCosts, a: int, bounds: Ints
         latency[s] = link[0] if s < P - 1 else 0.0
     _sum_gradients(sections, net, bounds, D, own, finish)
     agreement = agreement_us(net, P, D)
+    hop_us, byte_us = ring_costs(net, P)
     for s in range(P):
-        finish[s] += agreement + exposed_us(max(0, own[s]), D, net.hop_us, net.byte_us, B[1, s])
+        finish[s] += agreement + exposed_us(max(0, own[s]), D, hop_us, byte_us, B[1, s])
         finish[s] += net.optimizer_us[bounds[s + 1]] - net.optimizer_us[bounds[s]]
     return StageTimes(F, R, B, transfer, transfer, latency, finish)

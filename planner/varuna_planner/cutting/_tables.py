@@ -63,10 +63,10 @@ class NetworkCosts(NamedTuple):
     """(latency in µs, bytes per µs)."""
     other_vm: Floats
     gpus_per_vm: int
-    hop_us: float
-    """Of a ring all-reduce: time per hop."""
-    byte_us: float
-    """Of a ring all-reduce: time per byte on one link."""
+    hop_us: Floats
+    """[R]: of a ring all-reduce, time per hop where 1, 2, ... R rings run at once over the same VMs' network."""
+    byte_us: Floats
+    """[R]: likewise, time per byte on one link."""
     overhead_us: float
     """Profile.stage_overhead_us."""
     optimizer_us: Floats

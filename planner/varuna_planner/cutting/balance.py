@@ -153,9 +153,10 @@ def make_network_costs(profile: Profile, *, gpus: int, gpus_per_vm: int) -> Netw
         np.array([link.latency_us + link.jitter_us, link.bandwidth_bytes_per_s / 1e6])
         for link in (profile.links.same_vm, profile.links.other_vm)
     ]
-    # Over several VMs, each GPU of a VM is in the ring of another stage, and these share the VM's network.
-    rings = 1 if gpus <= gpus_per_vm else gpus_per_vm
-    hop_us, byte_us = fit_all_reduce(profile, links[0] if gpus <= gpus_per_vm else links[1], rings)
+    # No ring leaves a lone VM. Over several, those of the stages on a VM share its network (`_kernels.ring_costs`).
+    one_vm = gpus <= gpus_per_vm
+    at_once = 1 if one_vm else gpus_per_vm
+    hop_us, byte_us = fit_all_reduce(profile, links[0] if one_vm else links[1], at_once)
     ends = {0, len(profile.sections) - 1}
     widest = max((len(shared.sections) for shared in profile.shared_parameters), default=1)
     ties = np.full((len(profile.shared_parameters), widest), -1, dtype=np.int64)
@@ -175,17 +176,19 @@ def make_network_costs(profile: Profile, *, gpus: int, gpus_per_vm: int) -> Netw
     )
 
 
-def fit_all_reduce(profile: Profile, link: Floats, rings: int = 1) -> tuple[float, float]:
-    """(µs per hop, µs per byte on a link) of ring all-reduces: us = 2(n-1)·hop + 2(n-1)/n·bytes·byte.
+def fit_all_reduce(profile: Profile, link: Floats, most: int) -> tuple[Floats, Floats]:
+    """(µs per hop, µs per byte on a link), each [most], of 1, 2, ... `most` ring all-reduces at once:
+    us = 2(n-1)·hop + 2(n-1)/n·bytes·byte.
 
-    `rings` at once: as measured, on the line between two measured numbers, or as the nearest. Without measurements,
-    from the link.
+    As measured, on the line between two measured numbers of rings, or as the nearest. Without measurements, from the
+    link.
     """
     if not profile.all_reduce:
-        return float(link[0]), float(1 / link[1])
+        return np.full(most, link[0]), np.full(most, 1 / link[1])
     measured = sorted({a.rings for a in profile.all_reduce})
     fits = np.array([_fit_rings([a for a in profile.all_reduce if a.rings == k]) for k in measured])
-    return float(np.interp(rings, measured, fits[:, 0])), float(np.interp(rings, measured, fits[:, 1]))
+    rings = np.arange(1, most + 1)
+    return np.interp(rings, measured, fits[:, 0]), np.interp(rings, measured, fits[:, 1])
 
 
 def _fit_rings(all_reduce: Sequence[AllReduceMeasurement]) -> tuple[float, float]:

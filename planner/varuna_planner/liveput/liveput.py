@@ -189,21 +189,20 @@ class FleetModel:
         stay = np.tile(np.arange(count[1]), (count[0], 1))
         self._next, self._grown = stay, stay
         values = np.where(self._fits, running / self._end_rate, -np.inf)
+        evaluated: set[bytes] = set()
         while True:
             following = self._improve_choices(values, self._to_morph, self._to_replace, self._next)
             grown = self._improve_choices(values, self._to_grow, np.zeros(count), self._grown)
-            settled = np.array_equal(following, self._next) and np.array_equal(grown, self._grown)
-            if settled and values is self.values:
-                return
+            policy = following.tobytes() + grown.tobytes()
+            if policy in evaluated:
+                return  # it is the last one, or one of several whose values differ by rounding alone
+            evaluated.add(policy)
             self._next, self._grown = following, grown
             values = self.values = self._evaluate_choices()
 
     @staticmethod
     def _improve_choices(values: Matrix, to_change: Matrix, to_keep: Matrix, before: Choices) -> Choices:
-        """The best next option per level and running option, given `values`.
-
-        A tie keeps the earlier choice, so that the iteration ends.
-        """
+        """The best next option per level and running option, given `values`. A tie keeps the earlier choice."""
         levels = np.arange(len(values))
         improved = np.empty_like(before)
         for running in range(values.shape[1]):

@@ -179,15 +179,16 @@ def link_of(network: NetworkSpec) -> Link:
 
 
 def all_reduces(network: NetworkSpec, gpus_per_vm: int) -> list[AllReduceMeasurement]:
-    """Rings over the network. A VM runs as many at once as it has GPUs (paper, section 4.3)."""
-    per_ring = network.bandwidth_bytes_per_s * network.all_reduce_efficiency / gpus_per_vm
+    """Rings over the network: one alone, and as many at once as a VM has GPUs, which share it (paper, section 4.3)."""
+    bytes_per_us = network.bandwidth_bytes_per_s * network.all_reduce_efficiency / 1e6
     return [
         AllReduceMeasurement(
             ranks=ranks,
             bytes=count,
-            us=2 * (ranks - 1) * (network.all_reduce_hop_us + count / ranks / per_ring * 1e6),
-            rings=gpus_per_vm,
+            us=2 * (ranks - 1) * (network.all_reduce_hop_us + count / ranks / bytes_per_us * rings),
+            rings=rings,
         )
+        for rings in dict.fromkeys((1, gpus_per_vm))
         for ranks in _RINGS
         for count in _RING_BYTES
     ]

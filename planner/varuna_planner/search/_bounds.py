@@ -15,7 +15,7 @@ import numpy as np
 from varuna_planner._compiled import compiled
 from varuna_planner._rules import stash_cap
 from varuna_planner.cutting import _cuts
-from varuna_planner.cutting._kernels import agreement_us, exposed_us, ring_us
+from varuna_planner.cutting._kernels import agreement_us, exposed_us, ring_costs, ring_us
 from varuna_planner.cutting._tables import (
     LEVELS,
     UNLIMITED,
@@ -89,10 +89,12 @@ def _note_stage(sections: SectionTables, net: NetworkCosts, starts: Ints, s: int
 @compiled()
 def _finish_us(net: NetworkCosts, of: Floats, P: int, D: int) -> float:
     """The least time that follows the last backward of a stage."""
+    hop_us, byte_us = ring_costs(net, P)
     least: float = agreement_us(net, P, D)
-    least += exposed_us(int(of[2]), D, net.hop_us, net.byte_us, of[3])
+    least += exposed_us(int(of[2]), D, hop_us, byte_us, of[3])
     if of[4] > 0.0:
-        least += ring_us(int(of[4]), 2 * D, net.hop_us, net.byte_us)
+        hop_us, byte_us = ring_costs(net, 1)
+        least += ring_us(int(of[4]), 2 * D, hop_us, byte_us)
     return least
 
 
@@ -291,7 +293,7 @@ def is_possible(
             P,
             N,
             2.0 * model.hop_us,
-            reduce_us_per_byte(net, replicas),
+            reduce_us_per_byte(net, P, replicas),
             most_us - least_finish_us(model, net, P, replicas),
             most_us - agreement_us(net, P, replicas) + net.overhead_us,
         ):

@@ -14,7 +14,7 @@ import numpy as np
 from varuna_planner._compiled import compiled
 from varuna_planner._rules import code_of
 from varuna_planner.cutting import _cuts, _kernels
-from varuna_planner.cutting._kernels import BUCKET_BYTES, agreement_us, ring_us
+from varuna_planner.cutting._kernels import BUCKET_BYTES, agreement_us, ring_costs, ring_us
 from varuna_planner.cutting._tables import (
     BOUNDED,
     RUN_AHEAD_STAGES,
@@ -43,9 +43,10 @@ def full_micro_batches(D: int, N: int) -> int:
 
 
 @compiled()
-def reduce_us_per_byte(net: NetworkCosts, D: int) -> float:
+def reduce_us_per_byte(net: NetworkCosts, P: int, D: int) -> float:
     """The least time of a stage's all-reduce per byte of gradients: on links, and for the hops of buckets."""
-    per_byte: float = 2.0 * (D - 1) * (net.hop_us / BUCKET_BYTES + net.byte_us / D)
+    hop_us, byte_us = ring_costs(net, P)
+    per_byte: float = 2.0 * (D - 1) * (hop_us / BUCKET_BYTES + byte_us / D)
     return per_byte
 
 
@@ -77,12 +78,14 @@ def least_finish_us(model: ModelTotals, net: NetworkCosts, P: int, D: int) -> fl
     It is the sum of three: the all-reduce of one bucket, or of the first section's gradients less its backward (unless
     more sections in the stage could make that less); that of weights tied to the last section; the agreement.
     """
-    least: float = 2.0 * (D - 1) * net.hop_us
-    per_byte = reduce_us_per_byte(net, D)
+    hop_us, _ = ring_costs(net, P)
+    least: float = 2.0 * (D - 1) * hop_us
+    per_byte = reduce_us_per_byte(net, P, D)
     if P > 1 and per_byte >= model.reduce_rate:
         least = max(least, per_byte * model.first_own_bytes - model.first_backward_us - net.overhead_us)
     if P > 1 and model.ends_bytes > 0:
-        least += ring_us(model.ends_bytes, 2 * D, net.hop_us, net.byte_us)
+        hop_us, byte_us = ring_costs(net, 1)
+        least += ring_us(model.ends_bytes, 2 * D, hop_us, byte_us)
     return least + agreement_us(net, P, D)
 
 
@@ -106,7 +109,7 @@ def _bound(model: ModelTotals, net: NetworkCosts, V: float, P: int, D: int, N: i
         if N > 1:
             done = 1.0 - (1.0 - 1.0 / N) ** P
             bound = max(bound, (work + 2.0 * model.hop_us * max(0.0, P - N * done)) / done)
-    reduce = reduce_us_per_byte(net, D) * model.own_bytes - model.backward_us if D > 1 else 0.0
+    reduce = reduce_us_per_byte(net, P, D) * model.own_bytes - model.backward_us if D > 1 else 0.0
     average: float = (full * work + reduce) / P - net.overhead_us + agreement_us(net, P, D)
     return max(bound + least_finish_us(model, net, P, D), average)
 

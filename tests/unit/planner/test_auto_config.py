@@ -181,6 +181,7 @@ networks = st.builds(
     fixed_us=st.sampled_from([0.0, 200.0]),
     tied=st.booleans(),
     optimizer_us=st.sampled_from([0.0, 150.0, 5000.0]),
+    rings=st.sampled_from([(), (1,), (1, 4)]),
 )
 def test_the_choice_is_the_best_of_all_shapes(
     weights: list[int],
@@ -193,7 +194,9 @@ def test_the_choice_is_the_best_of_all_shapes(
     fixed_us: float,
     tied: bool,
     optimizer_us: float,
+    rings: tuple[int, ...],
 ) -> None:
+    """`rings`: how many at once were measured; several share what one has alone."""
     profile = make_profile(
         weights,
         fixed_us=fixed_us,
@@ -202,6 +205,9 @@ def test_the_choice_is_the_best_of_all_shapes(
         messages=messages,
         optimizer_us=optimizer_us,
     )
+    byte_us = 1e6 / links.other_vm.bandwidth_bytes_per_s
+    measured = [one for k in rings for one in measured_rings(k, 20.0 + k, byte_us * k)]
+    profile = profile.model_copy(update={"all_reduce": tuple(measured)})
     choice = choose(profile, gpus, global_batch, memory, gpus_per_vm=gpus_per_vm)
     exhaustive = Exhaustive(profile, gpus, global_batch, memory, gpus_per_vm)
     best_us = exhaustive.best_us({candidate.micro_batch for candidate in choice.candidates})
@@ -466,27 +472,46 @@ def test_all_reduce_is_fitted_to_what_was_measured() -> None:
         for ranks, count in ((2, 1000), (2, 10_000_000), (4, 100_000))
     )
     profile = make_profile([1]).model_copy(update={"all_reduce": measured})
-    assert cutting.fit_all_reduce(profile, np.array([1.0, 1.0])) == pytest.approx((30, 0.01))
+    [hop_us], [byte_us] = cutting.fit_all_reduce(profile, np.array([1.0, 1.0]), 1)
+    assert (hop_us, byte_us) == pytest.approx((30, 0.01))
+
+
+def measured_rings(rings: int, hop_us: float, byte_us: float) -> list[AllReduceMeasurement]:
+    return [
+        AllReduceMeasurement(ranks=2, bytes=count, us=2 * (hop_us + count / 2 * byte_us), rings=rings)
+        for count in (1000, 1_000_000)
+    ]
 
 
 def test_rings_of_several_stages_share_their_vms_network() -> None:
-    def measured(rings: int, hop_us: float, byte_us: float) -> list[AllReduceMeasurement]:
-        return [
-            AllReduceMeasurement(ranks=2, bytes=count, us=2 * (hop_us + count / 2 * byte_us), rings=rings)
-            for count in (1000, 1_000_000)
-        ]
+    both = (*measured_rings(1, 10, 0.1), *measured_rings(4, 16, 0.4))
+    profile = make_profile([1]).model_copy(update={"all_reduce": both})
 
-    profile = make_profile([1]).model_copy(update={"all_reduce": (*measured(1, 10, 0.1), *measured(4, 16, 0.4))})
-    link = np.array([1.0, 1.0])
-    for rings, expected in ((1, (10, 0.1)), (2, (12, 0.2)), (4, (16, 0.4)), (8, (16, 0.4))):
-        assert cutting.fit_all_reduce(profile, link, rings) == pytest.approx(expected)
+    def costs(gpus: int, gpus_per_vm: int) -> list[tuple[float, float]]:
+        found = cutting.make_network_costs(profile, gpus=gpus, gpus_per_vm=gpus_per_vm)
+        return list(zip(found.hop_us, found.byte_us, strict=True))
 
-    def costs(gpus: int) -> tuple[float, float]:
-        found = cutting.make_network_costs(profile, gpus=gpus, gpus_per_vm=4)
-        return found.hop_us, found.byte_us
+    by_rings = [(10, 0.1), (12, 0.2), (14, 0.3), (16, 0.4), (16, 0.4)]
+    for found, expected in zip(costs(10, 5), by_rings, strict=True):
+        assert found == pytest.approx(expected)
+    [found] = costs(4, 4)
+    assert found == pytest.approx((10, 0.1)), "one VM: no ring leaves it"
 
-    assert costs(8) == pytest.approx((16, 0.4))
-    assert costs(4) == pytest.approx((10, 0.1)), "one VM: no ring leaves it"
+
+@pytest.mark.parametrize(("p", "rings"), [(1, 1), (2, 2), (4, 4), (8, 4)])
+def test_as_many_rings_share_a_vms_network_as_it_has_stages(p: int, rings: int) -> None:
+    """Not as many as it has GPUs: with one stage, all GPUs of a VM are in the same ring."""
+    costs = {k: measured_rings(k, 10, 5 * k) for k in (1, 2, 4)}
+    profile = make_profile([5] * 8)
+    all_of_them = profile.model_copy(update={"all_reduce": tuple(one for each in costs.values() for one in each)})
+    those = profile.model_copy(update={"all_reduce": tuple(costs[rings])})
+    times = [
+        choose(one, 16, 64, gpus_per_vm=4, pins=Pins(p=p, d=16 // p, micro_batch=1)).best
+        for one in (all_of_them, those)
+    ]
+    assert times[0] is not None
+    assert times[1] is not None
+    assert times[0].predicted_minibatch_s == pytest.approx(times[1].predicted_minibatch_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(

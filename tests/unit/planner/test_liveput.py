@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from varuna_planner.liveput.checkpoint_interval import CheckpointInterval, StopCosts, _checkpoints, best_checkpoints
-from varuna_planner.liveput.liveput import FleetModel, Hazard, PlanOption, fleet_sizes
+from varuna_planner.liveput.liveput import FleetModel, Hazard, Matrix, PlanOption, fleet_sizes
 from varuna_planner.profile.document import Measurement, Profile, SectionProfile
 from varuna_planner.search.liveput_ranking import LiveputChoice, SpotMarket, rank_by_liveput
 
@@ -193,6 +193,28 @@ def test_more_hazard_and_dearer_morphs_never_give_more(low: float, more: float, 
 
     assert expected(low + more, morph_s) <= expected(low, morph_s) * (1 + 1e-9)
     assert expected(low, morph_s + dearer) <= expected(low, morph_s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("vms", "hazard", "costs"),
+    [(8, 1000.0, StopCosts()), (8, 300.0, StopCosts(morph_s=600.0)), (40, 60.0, StopCosts(morph_s=300.0))],
+)
+def test_decisions_of_equal_worth_do_not_take_turns_for_ever(
+    vms: int, hazard: float, costs: StopCosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At such a hazard they differ by less than their values' rounding."""
+    evaluated, really = 0, FleetModel._evaluate_choices
+
+    def evaluate(model: FleetModel) -> Matrix:
+        nonlocal evaluated
+        evaluated += 1
+        assert evaluated < 50
+        return really(model)
+
+    monkeypatch.setattr(FleetModel, "_evaluate_choices", evaluate)
+    options = [PlanOption(vms=v, examples_per_s=v**0.9, minibatch_s=1.0) for v in range(1, vms + 1)]
+    model = FleetModel(options, Hazard(removals_per_vm_hour=hazard), costs, most_vms=vms, horizon_s=3600)
+    assert 0 <= model.expected_rate(vms, vms) <= vms**0.9
 
 
 def test_growing_waits_where_a_morph_costs_more_than_it_brings() -> None:

@@ -153,7 +153,12 @@ class PatientHttp(H11Protocol):
 
 
 class _Timer:
-    """Calls a function once after a time, unless it is stopped before."""
+    """Calls a function once after a time, unless it is stopped before.
+
+    It waits once more if it rings late: the machine has stood still, perhaps with the caller on it.
+    """
+
+    late_s = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -161,7 +166,14 @@ class _Timer:
 
     def start(self, after_s: float, call: Callable[[], None]) -> None:
         self.stop()
-        self._handle = self._loop.call_later(after_s, call)
+        self._handle = self._loop.call_later(after_s, self._ring, after_s, call)
+
+    def _ring(self, after_s: float, call: Callable[[], None]) -> None:
+        assert self._handle is not None
+        if self._loop.time() - self._handle.when() > self.late_s:
+            self._handle = self._loop.call_later(after_s, call)
+        else:
+            call()
 
     def stop(self) -> None:
         if self._handle is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
@@ -132,6 +133,21 @@ async def test_who_does_not_get_on_is_hung_up_on(data: bytes, connections: ExitS
         connection.sendall(data)
         await until(lambda: server.held, "the connection")
         await until(lambda: not server.held, "that the server hangs up")
+
+
+async def test_a_caller_has_its_time_again_when_the_machine_has_stood_still(connections: ExitStack) -> None:
+    class Brisk(PatientHttp):
+        head_s = 1.0
+
+    async with serving(Brisk) as server:
+        connection = connections.enter_context(dial(server))
+        await until(lambda: server.held, "the connection")
+        time.sleep(2.5)  # the whole process, as when it is stopped  # noqa: ASYNC251
+        for _ in range(5):  # its timers first
+            await asyncio.sleep(0)
+        connection.sendall(GET)
+        assert await asyncio.to_thread(connection.recv, 12) == b"HTTP/1.1 200"
+        await until(lambda: not server.held, "that the server hangs up on who asks no more")
 
 
 async def test_who_dribbles_a_refused_body_is_hung_up_on(connections: ExitStack) -> None:
