@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Page, Route, expect
 
-from dashboard_world import JOB, fill_job
-from rest_world import RestWorld, vm
+from dashboard_world import JOB, SHAPES, fill_job
+from rest_world import RestWorld, vm, worker
 from varuna_manager.db.models import JobRow
 
 pytestmark = [
@@ -158,6 +158,17 @@ async def test_what_more_has_brought_stays_when_a_job_changes(world: RestWorld, 
         await expect(rows).to_have_count(151)
         await page.get_by_label("Name contains").fill("old-1")
         await expect(rows).to_have_count(61)
+
+
+async def test_the_drain_of_a_vm_says_what_runs_there_by_now(world: RestWorld, open_page: Any) -> None:
+    await world.add(vm("vm-00099"))
+    async with open_page(f"{world.url}/#/vms/vm-00099", may_fail=MAY_FAIL) as page:
+        await expect(page.get_by_text("No worker runs there.")).to_be_visible()
+        await world.add(worker(JOB, len(SHAPES) + 1, 12, "vm-00099", "running"))
+        await world.emit_event("worker_started", vm_id="vm-00099")
+        await expect(region(page, "Workers").get_by_role("link", name="gpt-2b")).to_be_visible()
+        await page.get_by_role("button", name="Drain…").click()
+        await expect(page.get_by_role("dialog")).to_contain_text("Its workers leave after a checkpoint")
 
 
 async def test_jobs_have_names_and_times_their_date_and_zone(world: RestWorld, open_page: Any) -> None:

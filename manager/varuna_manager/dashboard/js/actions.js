@@ -28,9 +28,10 @@ function retry(job) {
     () => send("POST", `jobs/${job.id}/retry`));
 }
 
-export function drainButton(vm, may, changed) {
-  if (!may("admin") || ["draining", "lost", "gone"].includes(vm.state)) return null;
-  return button("Drain…", null, () => drain(vm).then(changed));
+/** For a VM in this state. `now` gives the VM as it is when the button is used. */
+export function drainButton({ state }, now, may, changed) {
+  if (!may("admin") || ["draining", "lost", "gone"].includes(state)) return null;
+  return button("Drain…", null, () => drain(now()).then(changed));
 }
 
 /** Cordons a VM, or lifts its cordon. */

@@ -73,7 +73,10 @@ export function figures(...entries) {
 
 const FOCUSABLE = "a[href], button, input, select, textarea, summary, [tabindex]";
 
-/** Put nodes into a container; those that have not changed stay, and what has the focus keeps it. */
+/**
+ * Put nodes into a container; those that have not changed stay, and what has the focus keeps it. What stays keeps its first
+ * listeners: these ask for what they use, where the node does not show it.
+ */
 export function put(container, ...nodes) {
   const wanted = nodes.flat(Infinity).filter((node) => node !== null && node !== undefined && node !== false);
   wanted.forEach((node, index) => {

@@ -38,10 +38,13 @@ export function eventList({ about = {}, signal, ofJob = false, head = "Events", 
     for (const event of fresh.splice(0)) insert(event);
     draw();
   }
+  /** At its place: after a break the stream brings what came meanwhile, also what is on the list or below its last row. */
   function insert(event) {
     if (kind && event.kind !== kind) return;
     if (text && !event.message.toLowerCase().includes(text.toLowerCase())) return;
-    if (!shown.some((one) => one.id === event.id)) shown.unshift(event);
+    const place = shown.findIndex((one) => one.id <= event.id);
+    if (place < 0 && older) return; // "Older" asks for it
+    if (shown[place]?.id !== event.id) shown.splice(place < 0 ? shown.length : place, 0, event);
     if (shown.length > MOST) { shown.length = MOST; older = true; }
   }
   function draw() {

@@ -118,7 +118,7 @@ function vmTable(signal, may, changed) {
     } } }, state(one), h("span", { class: "count" }, count(counts[one] ?? 0)))));
     list.fill(rows.map((vm) => [
       vmLink(vm.id), [state(vm.state), " ", troubles(vm)], vm.gpus, bytes(vm.device_memory_bytes), vm.host,
-      jobsOf(vm.workers), heard(vm), vm.reason, drainButton(vm, may, changed) ?? " "]));
+      jobsOf(vm.workers), heard(vm), vm.reason, drainButton(vm, () => vm, may, changed) ?? " "])); // a row shows its jobs: it is a new one when they change
     const begin = (pages.length - 1) * PAGE;
     put(where, rows.length ? `${count(begin + 1)}–${count(begin + rows.length)}` : "");
     back.disabled = pages.length === 1;

@@ -20,24 +20,34 @@ export const loss = (value) => (missing(value) ? DASH : number(value, 5));
 export const percent = (share, digits = 0) => (missing(share) ? DASH : `${(100 * share).toFixed(digits)} %`);
 export const signedPercent = (share) => (missing(share) ? DASH : `${share > 0 ? "+" : ""}${(100 * share).toFixed(1)} %`);
 export const shape = (p, d) => (p && d ? `${p}×${d}` : DASH);
-export const money = (value) => (missing(value) ? DASH : value < 1000 ? value.toFixed(value < 1 ? 3 : 2) : whole.format(value));
+
+// Which digits and units a value gets follows from what it is rounded to: else 59.97 would be "60.0 s", and 7190 "1 h 60 min".
+export function money(value) {
+  if (missing(value)) return DASH;
+  if (value < 0.9995) return value.toFixed(3);
+  return value < 999.995 ? value.toFixed(2) : whole.format(value);
+}
+
+/** Three digits, or those before the point if they are more: toPrecision writes 1010 as "1.01e+3". */
+const threeDigits = (value) => (value < 999.5 ? value.toPrecision(3) : value.toFixed(0));
 
 export function seconds(value) {
   if (missing(value)) return DASH;
-  if (value < 0.001) return `${(1e6 * value).toFixed(0)} µs`;
-  if (value < 1) return `${(1000 * value).toPrecision(3)} ms`;
-  if (value < 60) return `${value.toPrecision(3)} s`;
-  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  if (value < 86400) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
-  return `${Math.floor(value / 86400)} d ${Math.round((value % 86400) / 3600)} h`;
+  if (value < 0.0009995) return `${(1e6 * value).toFixed(0)} µs`;
+  if (value < 0.9995) return `${threeDigits(1000 * value)} ms`;
+  if (value < 59.95) return `${threeDigits(value)} s`;
+  const [inSeconds, inMinutes, inHours] = [1, 60, 3600].map((unit) => Math.round(value / unit));
+  if (inSeconds < 3600) return `${Math.floor(inSeconds / 60)} min ${inSeconds % 60} s`;
+  if (inMinutes < 24 * 60) return `${Math.floor(inMinutes / 60)} h ${inMinutes % 60} min`;
+  return `${Math.floor(inHours / 24)} d ${inHours % 24} h`;
 }
 
 export function bytes(value) {
   if (missing(value)) return DASH;
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let power = 0;
-  while (value >= 1024 && power < units.length - 1) { value /= 1024; power += 1; }
-  return `${power === 0 ? value : value.toPrecision(3)} ${units[power]}`;
+  while (Math.round(value) >= 1024 && power < units.length - 1) { value /= 1024; power += 1; }
+  return `${power === 0 ? Math.round(value) : threeDigits(value)} ${units[power]}`;
 }
 
 export function clock(at) {

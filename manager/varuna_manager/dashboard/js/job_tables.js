@@ -70,25 +70,43 @@ export function checkpoints(job, signal) {
   const note = h("span", { class: "note" });
   const list = table("Checkpoints, newest first", [{ title: "Step", kind: "num" }, { title: "Gen.", kind: "num" }, { title: "Age", kind: "nowrap" }, { title: "Size", kind: "num" }, { title: "Where", kind: "wide" }],
     { tall: true, empty: "No checkpoint yet." });
-  const more = h("button", { type: "button", hidden: true, on: { click: () => load(next) } }, "Older");
-  let shown = [];
-  let next = null;
-  async function load(from) {
-    const page = await getPage(from ?? `jobs/${encodeURIComponent(job)}/checkpoints?order=desc&limit=25`, signal);
-    // Asked again for the newest, what was asked for below them stays.
-    const seen = new Set(page.items.map((one) => `${one.generation}/${one.step}`));
-    const rest = from ? [] : shown.filter((one) => !seen.has(`${one.generation}/${one.step}`));
-    if (from || !rest.length) next = page.next;
-    shown = from ? [...shown, ...page.items] : [...page.items, ...rest];
+  const more = h("button", { type: "button", hidden: true, on: { click: () => addOlder() } }, "Older");
+  const byKey = new Map();
+  let shown = []; // newest first
+  let older = null; // the address of the page below them
+
+  /** Ask for the newest page, and for what lies between it and those that are shown. */
+  async function refresh() {
+    const known = shown[0];
+    let page = await getPage(`jobs/${encodeURIComponent(job)}/checkpoints?order=desc&limit=25`, signal);
+    const found = [...page.items];
+    while (known && page.next && newestFirst(found.at(-1), known) < 0) {
+      page = await getPage(page.next, signal);
+      found.push(...page.items);
+    }
+    if (!known) older = page.next;
+    add(found);
+  }
+  async function addOlder() {
+    const page = await getPage(older, signal);
+    older = page.next;
+    add(page.items);
+  }
+  function add(found) {
+    found.forEach((one) => byKey.set(`${one.generation}/${one.step}`, one));
+    shown = [...byKey.values()].sort(newestFirst);
     draw();
   }
   function draw() {
     put(note, shown.length ? `newest ${age(shown[0].at)}, at step ${count(shown[0].step)}` : "");
     list.fill(shown.map((one) => [count(one.step), one.generation, ago(one.at), bytes(one.total_bytes), h("code", {}, one.url)]));
-    more.hidden = next === null;
+    more.hidden = older === null;
   }
-  return { element: card("Checkpoints", note, list.element, more), refresh: () => load(null) };
+  return { element: card("Checkpoints", note, list.element, more), refresh };
 }
+
+/** The order in which the manager lists checkpoints. */
+const newestFirst = (one, other) => other.generation - one.generation || other.step - one.step;
 
 export function generationsTable() {
   const list = table("Generations, newest first", [{ title: "Gen.", kind: "num" }, { title: "Kind", kind: "nowrap" }, { title: "State", kind: "nowrap" }, { title: "P×D", kind: "nowrap" }, { title: "Began", kind: "nowrap" },

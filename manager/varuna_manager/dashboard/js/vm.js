@@ -25,11 +25,12 @@ export function vmPage({ root, signal, may, argument, title }) {
   root.append(top, tables[0], busy.element, tables[1], events.element);
   const refreshUsage = requests(busy.element, busy.refresh, signal);
 
+  let vm = null; // as of the newest answer
   const us = (value) => seconds(value === null ? null : value / 1e6);
   const refresh = requests([top, ...tables], async () => {
-    const vm = await get(`vms/${encodeURIComponent(argument)}`, signal);
+    vm = await get(`vms/${encodeURIComponent(argument)}`, signal);
     put(head, h("h1", {}, vm.id), state(vm.state), ...troubles(vm).filter(Boolean), h("span", { class: "crumb" }, link("#/fleet", "fleet")),
-      h("span", { class: "grow" }), cordonButton(vm, may, refresh), drainButton(vm, may, refresh));
+      h("span", { class: "grow" }), cordonButton(vm, may, refresh), drainButton(vm, () => vm, may, refresh));
     put(summary, figures(["GPUs", count(vm.gpus), `${bytes(vm.device_memory_bytes)} each`], ["Host", vm.host ?? "–", vm.provider], ["Heard", heard(vm)],
       ["There since", ago(vm.created_at), when(vm.created_at)], ["Price per hour", money(vm.price_per_hour)], ["Hangs", count(vm.hangs)], ["Quarantines", count(vm.quarantines), vm.quarantined_until ? ["until ", when(vm.quarantined_until)] : null]),
     vm.slow_reason || vm.reason ? h("p", { class: "reason" }, vm.slow_reason ?? vm.reason) : null);
