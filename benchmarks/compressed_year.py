@@ -377,7 +377,7 @@ def looked_at(world: RestWorld, job: str) -> dict[str, Callable[[], Awaitable[An
 
     async def wants() -> None:
         async with world.database.read() as session:
-            await job_wants(session, VmOffer(gpus=1))
+            await job_wants(session, [VmOffer(gpus=1)])
 
     async def ask(path: str) -> None:
         (await world.ask("GET", f"/api/v1/{path}")).raise_for_status()

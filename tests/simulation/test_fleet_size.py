@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fleet_world import Disturbances, fleet_world
+from fleet_world import Disturbances, FleetWorld, fleet_world
+from simulated_training import KILLED
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind, VmRange
 from varuna_manager.domain.observed import Rules
-from varuna_manager.providers.base import CreatedVms
+from varuna_manager.providers.base import CreatedVms, ProviderNotice
 from varuna_manager.providers.static import StaticHost, StaticProvider
+from varuna_proto.v1 import agent_pb2 as pb
 
 
 @pytest.mark.parametrize("point", range(8))
@@ -146,3 +150,120 @@ async def test_a_vm_that_its_provider_takes_is_not_said_to_be_given_back(tmp_pat
         await world.run(120)
         assert "VM vm-1 is gone: the provider no longer lists it (there was no notice)" in world.invariants.log()
         assert "given back" not in world.invariants.log()
+
+
+# ---------------------------------------------------------------- idle VMs of a fleet that follows the jobs
+
+
+async def begin_on_four_of_eight(world: FleetWorld, **job: Any) -> None:
+    """A job without `max_gpus` trains on 4 VMs, because the market has no more yet, of the 8 that it may have."""
+    await world.market.set_capacity(4)
+    await world.manager.fleet.follow_jobs(VmRange(min_vms=0, max_vms=8))
+    await world.submit("one", steps=1_000_000, **job)
+    await world.run_until(lambda: world.training.steps_done > 0, 10_000)
+    assert list_busy(world) == ["vm-1", "vm-2", "vm-3", "vm-4"]
+
+
+def list_busy(world: FleetWorld) -> list[str]:
+    return sorted(vm_id for vm_id, vm in world.market.vms.items() if vm.alive and vm.workers)
+
+
+def end_workers(world: FleetWorld, vm_id: str) -> None:
+    for worker in list(world.market.vms[vm_id].workers.values()):
+        world.training.end(worker, KILLED)
+
+
+async def test_vms_that_set_up_for_a_job_are_not_given_back(tmp_path: Path) -> None:
+    async with fleet_world(tmp_path, seed=1) as world:
+        await begin_on_four_of_eight(world, setup="true", setup_s=400.0)
+        await world.market.set_capacity(None)
+        await world.run(900)
+        assert len(list_busy(world)) == 8
+        assert "giving up" not in world.invariants.log()
+
+
+async def test_vms_that_wait_for_the_end_of_a_long_first_step_are_not_given_back(tmp_path: Path) -> None:
+    async with fleet_world(tmp_path, seed=1) as world:
+        await world.market.set_capacity(4)
+        await world.manager.fleet.follow_jobs(VmRange(min_vms=0, max_vms=8))
+        await world.submit("one", steps=1_000_000, global_batch=32_768)
+        await world.run_until(lambda: len(list_busy(world)) == 4, 10_000)
+        await world.market.set_capacity(None)
+        await world.run_until(lambda: len(list_busy(world)) == 8, 3000)
+        (before, *_) = (group for group in world.training.groups.values() if group.began and group.world_size == 4)
+        assert before.step_s > 400
+        assert len(list_busy(world)) == 8
+        assert "giving up" not in world.invariants.log()
+
+
+async def test_a_fleet_gives_back_the_vms_that_a_training_job_leaves_idle(tmp_path: Path) -> None:
+    async with fleet_world(tmp_path, seed=1) as world:
+        await world.manager.fleet.follow_jobs(VmRange(min_vms=0, max_vms=8))
+        await world.submit("one", steps=1_000_000, global_batch=4, layers=2)
+        await world.run(1500)
+        log = world.invariants.log()
+        assert len(world.invariants.vm_states()) == len(list_busy(world)) < 8
+        assert "1 job left further ones idle" in log
+
+
+async def test_a_vm_that_is_cordoned_is_no_sign_that_fewer_are_enough(tmp_path: Path) -> None:
+    async with fleet_world(tmp_path, seed=1) as world:
+        await begin_on_four_of_eight(world)
+        await world.manager.drains.cordon_vm("vm-4")
+        end_workers(world, "vm-4")
+        await world.run(700)
+        assert "vm-4" in world.invariants.vm_states()
+        assert list_busy(world) == ["vm-1", "vm-2", "vm-3"]
+        await world.market.set_capacity(None)
+        await world.run(120)
+        assert len(world.invariants.vm_states()) == 9, "8 VMs, beside the cordoned one"
+        assert "giving up" not in world.invariants.log()
+
+
+async def test_a_vm_in_quarantine_is_no_sign_that_fewer_are_enough(tmp_path: Path) -> None:
+    async with fleet_world(tmp_path, seed=1) as world:
+        await begin_on_four_of_eight(world)
+        await world.manager.quarantine_vm("vm-4", 600.0)
+        end_workers(world, "vm-4")
+        await world.run(500)
+        assert list_busy(world) == ["vm-1", "vm-2", "vm-3"]
+        assert len(world.invariants.vm_states()) == 4
+        assert "giving up" not in world.invariants.log()
+        await world.run(300)
+        assert len(list_busy(world)) == 4
+
+
+async def test_each_loss_of_a_vm_is_followed_by_an_event_that_another_is_asked_for(tmp_path: Path) -> None:
+    async with fleet_world(tmp_path, seed=1) as world:
+        await world.manager.fleet.set_target(2)
+        await world.run(60)
+        for vm_id in ("vm-1", "vm-3"):
+            world.market.vms[vm_id].end()
+            await world.run(60)
+        asked = "asking for 1 VM: 2 VMs are wanted and 1 are there"
+        assert world.invariants.log().count(asked) == 2
+
+
+async def test_a_vm_that_is_taken_in_during_a_look_is_not_gone_because_the_look_began_before_it(
+    tmp_path: Path,
+) -> None:
+    async with fleet_world(tmp_path, seed=1) as world:
+        await world.market.set_capacity(1)
+        await world.manager.fleet.set_target(2)
+        await world.run(60)
+        ask = world.market.list_notices
+
+        async def take_in_another() -> Sequence[ProviderNotice]:
+            """The list of this look is there; a VM comes after it, and the list for its Hello has it."""
+            world.market.list_notices = ask  # type: ignore[method-assign]
+            await world.market.set_capacity(2)
+            created = await world.market.create(1, "another manager's")
+            hello = pb.Hello(vm_id=created.vms[0].id, incarnation="first", gpus=1, host="n1")
+            assert await world.manager.fleet.admit_agent(hello) is None
+            return await ask()
+
+        world.market.list_notices = take_in_another  # type: ignore[method-assign]
+        world.manager.bell.notify_listeners()
+        await world.run(60)
+        assert world.invariants.vm_states() == {"vm-1": "ready", "vm-2": "ready"}
+        assert "VM vm-2 is gone" not in world.invariants.log()

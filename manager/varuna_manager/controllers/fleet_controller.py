@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from random import Random
 
 import structlog
@@ -76,14 +76,15 @@ class FleetController:
         """Pools that did not answer at the last query."""
 
     async def reconcile_once(self) -> float:
+        known = (await self._world.load_view()).vms.keys()
         answer = await self._ask_provider()
-        changed = await self._take_in(answer)
-        rows, views = await self._look()
-        if await self._note(rows, views):
+        changed = await self._take_in(answer, known)
+        world = await self._world.load_view()
+        if await self._note(world.vms, world.vm_views):
             changed = True
-            rows, views = await self._look()
+            world = await self._world.load_view()
         if answer is not None and self._provider.is_elastic:
-            changed |= await self._size.resize_fleet(rows, views, self._registry, self._going)
+            changed |= await self._size.resize_fleet(world, self._registry, self._going)
         if changed:
             self._bell.notify_listeners()
             return 0.0
@@ -127,20 +128,20 @@ class FleetController:
         async with self._database.write() as session:
             self._events.emit_event(session, kind, message, data={"provider": self._provider.name})
 
-    async def _look(self) -> tuple[Mapping[str, VmFacts], Mapping[str, VmView]]:
-        """All VMs that are not gone, by id."""
-        world = await self._world.load_view()
-        return world.vms, world.vm_views
+    async def _take_in(
+        self, answer: tuple[dict[str, ProviderVm], Sequence[ProviderNotice]] | None, known: Collection[str]
+    ) -> bool:
+        """Record what the provider reports. Returns whether the set of VMs changed.
 
-    async def _take_in(self, answer: tuple[dict[str, ProviderVm], Sequence[ProviderNotice]] | None) -> bool:
-        """Record what the provider reports. Returns whether the set of VMs changed."""
+        `known`: the VMs that were in the store before the provider was asked. The answer may be older than others.
+        """
         if answer is None:
             return False
         listed, notices = answer
         rows = (await self._world.load_view()).vms
         unknown = sorted(listed.keys() - rows.keys())
         for vm_id, row in rows.items():
-            if row.pool in self._pools_away:
+            if row.pool in self._pools_away or (vm_id not in known and vm_id not in listed):
                 continue
             reason = self._ends.get(vm_id) or self._size.describe_return(vm_id)
             self._registry.set_listed(vm_id, vm_id in listed, reason)

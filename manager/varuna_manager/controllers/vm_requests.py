@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
@@ -23,14 +23,15 @@ from varuna_manager.domain.fleet_decision import (
     count_wanted_vms,
     decide_fleet,
 )
+from varuna_manager.domain.idle_vms import continue_clocks, count_enough_vms, is_idle
 from varuna_manager.domain.observed import Rules, VmView
 from varuna_manager.domain.pool_choice import PoolChoice, PoolView, choose_pools
 from varuna_manager.domain.states import VmState
 from varuna_manager.fleet.fleet import FleetService, job_wants
 from varuna_manager.providers.base import PooledProvider, Provider, ProviderVm, VmOffer
 from varuna_manager.world.events import EventLog
-from varuna_manager.world.facts import VmFacts
 from varuna_manager.world.vm_registry import VmRegistry
+from varuna_manager.world.world import WorldView
 from varuna_proto.wording import count_of
 
 _ENOUGH_FOR_S = 3600.0
@@ -70,7 +71,7 @@ class FleetSettings:
     period_s: float = 0.5
     """Seconds between looks when nothing wakes the controller."""
     spare_after_s: float = 300.0
-    """How long a VM must have no worker before a fleet that follows the jobs gives it back."""
+    """How long a VM must be idle before a fleet that follows the jobs gives it back."""
 
 
 class FleetSize:
@@ -103,6 +104,8 @@ class FleetSize:
         """By pool; of a provider without pools the only one, under an empty name."""
         self._idle_since: dict[str, float] = {}
         """By VM, by the monotonic clock."""
+        self._left_since: dict[str, float] = {}
+        """The same of VMs that jobs, all of which train, could have taken."""
         self._enough: tuple[frozenset[str], int, float] | None = None
         """(jobs, VMs, time): this many VMs were enough for these jobs at that time."""
         self._last_emitted: tuple[str, int, tuple[tuple[str, int], ...]] | None = None
@@ -127,8 +130,7 @@ class FleetSize:
 
     async def resize_fleet(
         self,
-        rows: Mapping[str, VmFacts],
-        views: Mapping[str, VmView],
+        world: WorldView,
         registry: VmRegistry,
         going: Sequence[ProviderVm] = (),
     ) -> bool:
@@ -137,10 +139,12 @@ class FleetSize:
             self._fleet.market_changed = False
             for requester in self._requesters.values():
                 requester.refusals = None
-        look = await self._look(rows, views, registry, going)
-        view = look.view
+        look = await self._look(world, registry, going)
+        views, view = world.vm_views, look.view
         decision = decide_fleet(self._now(), view, self._rules)
         asks = self._share_out(decision, look)
+        if decision.is_met:
+            self._last_emitted = None  # the next VM that is lost is news, also if it is one of as many as before
         if decision.drain or asks.counts:
             await self._emit_decision(decision, view, asks)
         is_draining = bool(decision.drain) and await self._drain(decision)
@@ -151,24 +155,21 @@ class FleetSize:
         for pool, count in asks.counts.items():
             await self._requesters[pool].ask(count, look.requests[pool])
         created = await self._take_answers()
+        if created:
+            self._last_emitted = None
         return bool(is_draining or is_news or created)
 
     # ------------------------------------------------------------ look
 
-    async def _look(
-        self,
-        rows: Mapping[str, VmFacts],
-        views: Mapping[str, VmView],
-        registry: VmRegistry,
-        going: Sequence[ProviderVm],
-    ) -> _Look:
+    async def _look(self, world: WorldView, registry: VmRegistry, going: Sequence[ProviderVm]) -> _Look:
+        rows, views = world.vms, world.vm_views
         offers = await self._list_offers()  # may be remote calls: not while the store is locked
         known = [offer.hazard_per_hour for offer in offers.values() if offer.hazard_per_hour is not None]
         registry.market_hazard = max(known, default=None)
         async with self._database.read() as session:
-            idle_s = self._note_idle(views.values(), registry.monotonic_s())
+            idle_s = self._note_idle(world, registry)
             row = await session.get(FleetRow, self._provider.name)
-            target = await self._find_target(session, row, views.values(), idle_s, offers)
+            target = await self._find_target(session, row, views, registry.monotonic_s(), offers)
             requests = {
                 pool: await requester.load_request(session, rows.values())
                 for pool, requester in self._requesters.items()
@@ -202,13 +203,14 @@ class FleetSize:
         self,
         session: AsyncSession,
         row: FleetRow | None,
-        views: Iterable[VmView],
-        idle_s: dict[str, float],
+        views: Mapping[str, VmView],
+        monotonic_s: float,
         offers: Mapping[str, VmOffer],
     ) -> _Target:
         if row is None:
             return _Target(0, "", None)
         if row.min_vms is None or row.max_vms is None:
+            self._left_since = {}
             return _Target(row.target, "", None)
         jobs, unfit = await job_wants(session, offers.values())
         gpu_types = frozenset(gpu_type for job in jobs for gpu_type in job.gpu_types)
@@ -217,10 +219,12 @@ class FleetSize:
         ids = frozenset(job.id for job in jobs)
         if self._enough is not None and (self._enough[0] != ids or self._now() - self._enough[2] > _ENOUGH_FOR_S):
             self._enough = None
-        long_idle = sum(seconds >= self._spare_after_s for seconds in idle_s.values())
-        if self._enough is None and long_idle and all(job.trains for job in jobs):
-            ready = sum(view.state in (VmState.READY, VmState.SUSPECT) for view in views)
-            self._enough = (ids, ready - long_idle, self._now())
+        left = [vm_id for vm_id in self._idle_since if views[vm_id].trusted] if all(job.trains for job in jobs) else []
+        self._left_since = continue_clocks(self._left_since, left, monotonic_s)
+        if self._enough is None:
+            left_s = {vm_id: monotonic_s - since for vm_id, since in self._left_since.items()}
+            enough = count_enough_vms(views.values(), left_s, self._spare_after_s)
+            self._enough = None if enough is None else (ids, enough, self._now())
         target, why = count_wanted_vms(
             VmRange(min_vms=row.min_vms, max_vms=row.max_vms),
             jobs,
@@ -231,10 +235,12 @@ class FleetSize:
         others = f"; {ask} for other GPUs than those on offer" if unfit else ""
         return _Target(target, why + others, gpu_types, len(jobs) + unfit == 1 and all(job.mixes_types for job in jobs))
 
-    def _note_idle(self, views: Iterable[VmView], now: float) -> dict[str, float]:
-        """Record how long each VM that could work has been idle. `now`: by a clock that cannot be set."""
-        idle = {view.id for view in views if view.state is VmState.READY and view.workers == 0}
-        self._idle_since = {vm_id: self._idle_since.get(vm_id, now) for vm_id in idle}
+    def _note_idle(self, world: WorldView, registry: VmRegistry) -> dict[str, float]:
+        """Record how long each VM has been idle."""
+        jobs = {job_id: frozenset(job.row.setup_failures or ()) for job_id, job in world.jobs.items()}
+        idle = [vm.id for vm in world.vm_views.values() if is_idle(vm, jobs, _list_newcomers(registry, vm.id))]
+        now = registry.monotonic_s()
+        self._idle_since = continue_clocks(self._idle_since, idle, now)
         return {vm_id: now - since for vm_id, since in self._idle_since.items()}
 
     # ------------------------------------------------------------ act
@@ -310,6 +316,11 @@ class FleetSize:
                 text = f"it was given back: its agent has not connected within {waited_s:.0f} s (see the agent's log)"
                 self._returns.setdefault(vm.id, text)
         self._returns = {vm_id: text for vm_id, text in self._returns.items() if vm_id in there}
+
+
+def _list_newcomers(registry: VmRegistry, vm_id: str) -> set[str]:
+    """The jobs of the processes on the VM that were started ahead, and may come to `Varuna()`."""
+    return {report.job_id for report in registry.list_newcomers(vm_id) if not report.fault}
 
 
 def _make_requesters(provider: Provider, parts: RequestParts) -> dict[str, VmRequester]:

@@ -81,9 +81,9 @@ class FleetView:
     price_per_hour: float | None = None
     """The price of one more VM; None: not known, or free."""
     idle_s: Mapping[str, float] = field(default_factory=dict)
-    """How long each idle VM has had no worker."""
+    """How long each idle VM has been so (`domain.idle_vms`)."""
     spare_after_s: float | None = None
-    """Surplus VMs are given back after this long without a worker; None: at once, even busy ones."""
+    """Surplus VMs are given back after they were idle for this long; None: at once, even busy ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,8 @@ class FleetDecision:
     create: int = 0
     drain: tuple[str, ...] = ()
     delete: tuple[str, ...] = ()
+    is_met: bool = False
+    """Whether there are as many VMs as are wanted."""
 
 
 def decide_vm(now: float, vm: VmView, rules: Rules, *, together: bool = False) -> VmVerdict | None:
@@ -164,7 +166,7 @@ def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
             reason += f": {-missing - len(drain)} cannot go yet (silent, in use, or used a moment ago)"
         return FleetDecision(reason=reason, drain=drain, delete=delete)
     if missing == 0:
-        return FleetDecision(reason=f"{wanted}, and all are there", delete=delete)
+        return FleetDecision(reason=f"{wanted}, and all are there", delete=delete, is_met=True)
     reason = f"{wanted} and {len(staying)} are there"
     if held:
         reason += f" ({len(held)} of them fell silent together with most others, and may come back)"
@@ -258,7 +260,7 @@ class JobDemand:
     max_gpus: int | None
     """None: as many as make it faster."""
     trains: bool = False
-    """Whether one of its generations completes steps now."""
+    """Whether its newest generation has completed a step and goes on."""
     gpu_types: frozenset[str] = frozenset()
     """Types of GPUs on offer that it takes."""
     mixes_types: bool = False

@@ -360,7 +360,9 @@ def _stop_hanging(now: float, job: JobView, generation: GenerationView, vms: Vms
     if not reason:
         return None
     stacks, claims = job.stacks, generation.devices
-    if stacks is None or stacks.generation != generation.number:
+    # Older ones are of an earlier suspicion, after which it has trained on.
+    is_asked = stacks is not None and stacks.generation == generation.number
+    if stacks is None or not is_asked or stacks.asked_at < generation.progress_at:
         text = f"{reason}: asking its ranks for their stacks"
         return Decision(reason=text, actions=(RequestStacks(number=generation.number),), claims=claims)
     if not hang.have_all_answered(generation, stacks) and is_within(now, stacks.asked_at, rules.stacks_wait_s):

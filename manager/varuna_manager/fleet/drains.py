@@ -12,7 +12,7 @@ from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import VmRow
 from varuna_manager.domain.states import VmState
 from varuna_manager.fleet.documents import make_vm_document
-from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.fleet.fleet import FleetService, live_workers
 from varuna_manager.fleet.workers import read_workers_on
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
@@ -77,7 +77,18 @@ class DrainService:
             if row.cordoned_at is not None:
                 row.cordoned_at = row.drained_at = None
                 self._events.emit_event(session, "vm_uncordoned", f"VM {vm_id} may be used again", vm_id=vm_id)
+            if self._fleet.keeps_drained_vms and row.notice_deadline is not None:
+                await self._end_notice(session, row, row.notice_deadline)
             return await self._make_document(session, row)
+
+    async def _end_notice(self, session: AsyncSession, row: VmRow, deadline: float) -> None:
+        """Use a host again that is still there after its notice. One with workers is used when they have left, and its
+        agent has started again."""
+        if self._now() < deadline:
+            return
+        row.notice_id = row.notice_deadline = None
+        if row.vm_state is VmState.DRAINING and not await live_workers(session, row.id):
+            await self._fleet.move_vm(session, row, VmState.READY, "its notice is over, and the user has uncordoned it")
 
     async def _row(self, session: AsyncSession, vm_id: str, verb: str) -> VmRow:
         row = await session.get(VmRow, vm_id)

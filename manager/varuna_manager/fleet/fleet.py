@@ -233,10 +233,13 @@ class FleetService:
             return f"VM {hello.vm_id!r} is gone: its provider gave it up"
         if row.incarnation not in (None, hello.incarnation):
             await self._drop_forgotten_workers(session, hello)
-            if row.notice_id is None and self.keeps_drained_vms:
-                row.drained_at = None
+            if self.keeps_drained_vms:
+                why = "it was drained" if row.notice_deadline is None else "it had notice to leave"
+                # A reboot ends a notice, also before the deadline, because an agent that has left lets the cloud begin.
+                # The new agent reports a notice again that is still in force.
+                row.drained_at = row.notice_id = row.notice_deadline = None
                 if row.state == VmState.DRAINING:
-                    await self.move_vm(session, row, VmState.READY, "it was drained, and its agent has started again")
+                    await self.move_vm(session, row, VmState.READY, f"{why}, and its agent has started again")
         row.incarnation, row.gpus, row.host = hello.incarnation, hello.gpus, hello.host
         row.device_memory_bytes, row.gpu_type = hello.device_memory_bytes or None, _gpu_type(hello)
         return None
@@ -356,6 +359,8 @@ async def job_wants(session: AsyncSession, offers: Collection[VmOffer]) -> tuple
             JobProgressRow.job_id.in_([job.id for job in jobs]),
             GenerationRow.state == GenerationState.RUNNING.value,
             GenerationRow.kind == GenerationKind.TRAINING.value,
+            # Before its first step, which may take long, a generation takes no more VMs.
+            GenerationRow.last_step.is_not(None),
         )
     )
     trains = set(training.all())

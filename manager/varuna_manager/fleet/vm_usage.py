@@ -20,6 +20,8 @@ _WRITE_EACH_S = 60.0
 _AT_ONCE = 50
 """VMs of one transaction: a few milliseconds."""
 _PAUSE_S = 2.0
+_QUIET_S = 300.0
+"""A VM without a sample for this long has ended, or is out of reach: nothing stays in memory for it."""
 _MOST_PENDING = 64 * 1024
 """Bytes of points of a VM that wait. More are only there while the store is away; the oldest go."""
 
@@ -50,10 +52,14 @@ class UsageBoard:
     def pop_due(self) -> dict[str, bytes]:
         """Points of a few VMs to write, of those first that have waited longest."""
         now = self._now()
+        self._close_quiet(now)
         due = [vm_id for vm_id in self._pending if now - self._written_at.get(vm_id, 0.0) >= _WRITE_EACH_S]
         due.sort(key=lambda vm_id: self._written_at.get(vm_id, 0.0))
         for vm_id in due[:_AT_ONCE]:
-            self._written_at[vm_id] = now
+            if vm_id in self._open:
+                self._written_at[vm_id] = now
+            else:
+                self._written_at.pop(vm_id, None)
         return {vm_id: self._pending.pop(vm_id) for vm_id in due[:_AT_ONCE]}
 
     def put_back(self, points: dict[str, bytes]) -> None:
@@ -65,6 +71,11 @@ class UsageBoard:
     def forget_vm(self, vm_id: str) -> None:
         for known in (self._open, self._pending, self._written_at):
             known.pop(vm_id, None)
+
+    def _close_quiet(self, now: float) -> None:
+        """Without new samples, the last ones are a point."""
+        for vm_id in [vm_id for vm_id, samples in self._open.items() if now - samples[-1].at >= _QUIET_S]:
+            self._add_pending(vm_id, pack_point(average(self._open.pop(vm_id))))
 
     def _add_pending(self, vm_id: str, packed: bytes) -> None:
         joined = self._pending.get(vm_id, b"") + packed
@@ -91,20 +102,19 @@ class UsageKeeper:
         return _PAUSE_S
 
     async def _write(self, due: dict[str, bytes]) -> None:
-        gone = []
+        unknown = []
         async with self._database.write() as session:
             for vm_id, packed in due.items():
-                vm = await session.get(VmRow, vm_id, options=[load_only(VmRow.gone_at)])
-                if vm is None or vm.gone_at is not None:
-                    gone.append(vm_id)
+                vm = await session.get(VmRow, vm_id, options=[load_only(VmRow.id)])
                 if vm is None:
+                    unknown.append(vm_id)
                     continue
                 row = await session.get(VmUsageRow, vm_id)
                 if row is None:
                     session.add(VmUsageRow(vm_id=vm_id, points=add_points(b"", packed)))
                 else:
                     row.points = add_points(row.points, packed)
-        for vm_id in gone:
+        for vm_id in unknown:
             self._board.forget_vm(vm_id)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from varuna_manager.agents.sessions import AgentSessions
+from varuna_manager.agents.sessions import AgentSession, AgentSessions
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import StackRow
 from varuna_manager.domain.observed import RankStack, StackAnswers
@@ -31,6 +31,12 @@ class _StackRequest:
     vm_ids: Mapping[int, str]
     """By rank."""
     answers: dict[int, RankStack] = field(default_factory=dict)
+    sent: list[tuple[AgentSession, str]] = field(default_factory=list)
+    """To which agents, under which ids."""
+
+    def drop_late_answers(self) -> None:
+        for agent, request_id in self.sent:
+            agent.stack_requests.pop(request_id, None)
 
 
 class StackService:
@@ -46,7 +52,12 @@ class StackService:
         self._asked: dict[str, _StackRequest] = {}
 
     def request_stacks(self, job_id: str, generation: int, vm_ids: Mapping[int, str]) -> None:
-        """Request the stacks of these ranks; the answers arrive later. `vm_ids`: by rank."""
+        """Request the stacks of these ranks; the answers arrive later. Those of an earlier request are dropped.
+
+        `vm_ids`: by rank.
+        """
+        if (earlier := self._asked.get(job_id)) is not None:
+            earlier.drop_late_answers()
         asked = _StackRequest(generation=generation, at=self._now(), vm_ids=dict(vm_ids))
         self._asked[job_id] = asked
         for vm_id in set(vm_ids.values()):
@@ -58,6 +69,7 @@ class StackService:
                 continue
             request_id = str(uuid.uuid4())
             agent.stack_requests[request_id] = self._taker(asked, ranks)
+            asked.sent.append((agent, request_id))
             dump = pb.DumpStacks(job_id=job_id, generation=generation, request_id=request_id)
             agent.send(pb.ManagerMessage(dump_stacks=dump))
 
@@ -93,7 +105,8 @@ class StackService:
 
     def keep_only(self, job_ids: Collection[str]) -> None:
         """Drop the requests for all other jobs, which are over."""
-        self._asked = {job_id: asked for job_id, asked in self._asked.items() if job_id in job_ids}
+        for job_id in self._asked.keys() - set(job_ids):
+            self._asked.pop(job_id).drop_late_answers()
 
     async def list_stacks(self, id_or_name: str, generation: int | None) -> list[StackDocument]:
         """The stored stacks of a job: of one generation, or of all that hung. Raises MissingError if unknown."""

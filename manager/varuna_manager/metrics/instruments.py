@@ -119,7 +119,10 @@ COUNTED_FAMILIES = (
         HISTOGRAM,
     ),
     MetricFamily(
-        "varuna_http_requests", "REST requests, by the status of their answers.", ("method", "route", "code"), COUNTER
+        "varuna_http_requests",
+        "REST requests, by the status of their answers. `500` is there from 0 as soon as its route has answered.",
+        ("method", "route", "code"),
+        COUNTER,
     ),
     MetricFamily(
         "varuna_provider_call_seconds",
@@ -222,6 +225,7 @@ class Instruments:
 
     def record_answer(self, method: str, route: str, code: int, seconds: float) -> None:
         self._http.labels(method, route).observe(seconds)
+        self._answers.labels(method, route, "500")  # from 0, so that Prometheus sees the first one as an increase
         self._answers.labels(method, route, str(code)).inc()
 
     def record_provider(self, call: str, outcome: str, seconds: float) -> None:

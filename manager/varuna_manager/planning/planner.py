@@ -155,6 +155,17 @@ def parsed_profile(profile_json: str) -> Profile:
     return Profile.from_json(profile_json)
 
 
+def is_machines_fault(error: Exception) -> bool:
+    """Whether an error of the planner says what the machine lacks, such as space on its disk, and not what is wrong
+    with the question."""
+    return isinstance(error, OSError | MemoryError) or _has_no_cache(error)
+
+
+def _has_no_cache(error: Exception) -> bool:
+    """When the planner is imported, numba looks for a writable cache folder (the package's own, the user's)."""
+    return isinstance(error, RuntimeError) and "no locator" in str(error)
+
+
 def load_planner(cache_dir: Path | None) -> None:
     """Import the planner. Runs in a thread.
 
@@ -164,8 +175,7 @@ def load_planner(cache_dir: Path | None) -> None:
     try:
         importlib.import_module("varuna_planner.search.auto_config")
     except RuntimeError as error:
-        # When it is imported, numba looks for a writable cache folder (the package's own, the user's), and found none.
-        if cache_dir is None or "locator" not in str(error):
+        if cache_dir is None or not _has_no_cache(error):
             raise
         import numba
 

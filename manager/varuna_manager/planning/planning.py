@@ -17,7 +17,14 @@ import structlog
 
 from varuna_manager.domain.keepers import SaveCost
 from varuna_manager.domain.observed import Proposal
-from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile, sum_gpu_counts
+from varuna_manager.planning.planner import (
+    GpuCount,
+    ShapeQuestion,
+    is_machines_fault,
+    load_planner,
+    parsed_profile,
+    sum_gpu_counts,
+)
 from varuna_planner.liveput.checkpoint_interval import StopCosts
 from varuna_planner.liveput.morph_cost import MEMORY_BYTES_PER_S, NO_MOVES, StateMoves, predict_moving
 from varuna_planner.schedule.batching import shared_micro_batch
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
     from varuna_planner.search.auto_config import Pins
 
 _REMEMBERED = 256
+FAILURE_KEPT_S = 60.0
+"""After an error, the planner is asked the same question again: what caused it (a full disk, no memory) may be over. A
+steady error must not be met, and logged, at each look."""
 _CANDIDATES_KEPT = 64
 """The number of candidates, best first, that are stored with a generation."""
 _PLENTY_OF_GPUS = 1024
@@ -137,14 +147,26 @@ class ProfileCheck:
     """How it was corrected, as text; None: it was not."""
 
 
+class _Answer(NamedTuple):
+    proposal: Proposal
+    valid_until: float
+    """By the monotonic clock."""
+
+
 class PlanningService:
     """`cache_dir`: for compiled code, when neither the package's folder nor the user's cache is writable."""
 
-    def __init__(self, cache_dir: Path | None = None, note: NoteTime | None = None) -> None:
+    def __init__(
+        self,
+        cache_dir: Path | None = None,
+        note: NoteTime | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`note`: is called with the time of each answer."""
         self._cache_dir = cache_dir
         self._note = note
-        self._answers: OrderedDict[Hashable, Proposal] = OrderedDict()
+        self._now = monotonic
+        self._answers: OrderedDict[Hashable, _Answer] = OrderedDict()
         self._log = structlog.get_logger("varuna.planning")
 
     async def warm_up(self) -> None:
@@ -157,13 +179,16 @@ class PlanningService:
     async def propose_plan(self, question: PlanQuestion) -> Proposal:
         """The best plan for the question's devices, and its placement; a reason when there is none."""
         key = question.answer_key()
-        if key not in self._answers:
+        known = self._answers.get(key)
+        if known is None or self._now() >= known.valid_until:
             with measure_answer("plan", self._note):
-                self._answers[key] = await asyncio.to_thread(_answer, question)
+                proposal, is_failure = await asyncio.to_thread(_answer, question, self._cache_dir)
+            known = _Answer(proposal, self._now() + FAILURE_KEPT_S if is_failure else math.inf)
+            self._answers[key] = known
             if len(self._answers) > _REMEMBERED:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)
-        return self._answers[key]
+        return known.proposal
 
     async def predict_save(self, profile_json: str, plan: Plan) -> SaveCost:
         """What a save of a generation with this plan takes."""
@@ -225,15 +250,22 @@ def _examine(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float])
     )
 
 
-def _answer(question: PlanQuestion) -> Proposal:
-    """Runs in a thread. An error is a defect. A job that has trained then waits for another fleet; a new one fails."""
+def _answer(question: PlanQuestion, cache_dir: Path | None) -> tuple[Proposal, bool]:
+    """The answer, and whether it is a failure. Runs in a thread.
+
+    A job that has trained waits after an error. So does a new one if the machine lacks something (space on its disk,
+    memory); any other error is a defect, and fails it.
+    """
     try:
-        return _choose(question)
+        load_planner(cache_dir)
+        return _choose(question), False
     except Exception as error:
         log = structlog.get_logger("varuna.planning")
         log.exception("the planner failed", gpus=len(question.devices), global_batch=question.spec.global_batch)
         reason = f"the planner failed on {count_of(len(question.devices), 'GPU')}: {type(error).__name__}: {error}"
-        return Proposal(plan=None, possible=question.previous_p is not None, reason=reason)
+        possible = question.previous_p is not None or is_machines_fault(error)
+        again = "; it is asked again each minute" if possible else ""
+        return Proposal(plan=None, possible=possible, reason=reason + again), True
 
 
 def _choose(question: PlanQuestion) -> Proposal:

@@ -123,6 +123,8 @@ class AzureProvider:
         """Sizes for which Azure refused accelerated networking."""
         self._listed: Sequence[ProviderVm] = ()
         self._list_again_at = -float("inf")
+        self._listing = asyncio.Lock()
+        """Held while VMs are listed, so that no answer is replaced by an older one that arrives later."""
         self._deletions = Deletions(settings, client, now, self._forget_list)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._log = structlog.get_logger("varuna.azure").bind(scale_set=settings.scale_set)
@@ -132,16 +134,22 @@ class AzureProvider:
     async def list(self) -> Sequence[ProviderVm]:
         """The VMs as of a few seconds ago (`list_every_s` for each page), because Azure limits these calls too. Raises
         ProviderRefusedError."""
-        if self._now() >= self._list_again_at:
-            try:
-                await self._refresh_list()
-            except AzureError as error:
-                raise ProviderRefusedError(parse_refusal(error).reason) from error
+        try:
+            await self._refresh_list(only_if_due=True)
+        except AzureError as error:
+            raise ProviderRefusedError(parse_refusal(error).reason) from error
         return self._listed
 
-    async def _refresh_list(self) -> None:
-        vms = await self._fetch_vms()
-        await self._refresh_quotes()  # so that no VM has the settings' price first and then Azure's
+    async def _refresh_list(self, *, only_if_due: bool = False) -> None:
+        async with self._listing:
+            if only_if_due and self._now() < self._list_again_at:
+                return
+            vms = await self._fetch_vms()
+            await self._refresh_quotes()  # so that no VM has the settings' price first and then Azure's
+            await self._note_listed(vms)
+
+    async def _note_listed(self, vms: Sequence[VirtualMachine]) -> None:
+        """Take in the listing, and delete VMs that failed."""
         self._list_again_at = self._now() + self._settings.list_every_s * (1 + len(vms) // _PAGE)
         conditions = {_name(vm): find_condition(vm) for vm in vms}
         self._listed = [self._make_vm(vm) for vm in vms if conditions[_name(vm)] is not VmCondition.FAILED]

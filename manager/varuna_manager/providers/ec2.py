@@ -94,6 +94,8 @@ class Ec2Provider:
         self._used_names: frozenset[str] = frozenset()
         """Of all instances that AWS still shows, also of those that ended within the last hour."""
         self._list_again_at = -float("inf")
+        self._listing = asyncio.Lock()
+        """Held while VMs are listed, so that no answer is replaced by an older one that arrives later."""
         self._unlisted: dict[str, tuple[ProviderVm, float]] = {}
         """Instances that AWS has made and may not list yet, and until when that is no wonder."""
         self._under_way: set[asyncio.Task[Any]] = set()
@@ -104,11 +106,10 @@ class Ec2Provider:
     async def list(self) -> Sequence[ProviderVm]:
         """The VMs as of a few seconds ago (`list_every_s`), because AWS limits these calls. Raises
         ProviderRefusedError."""
-        if self._now() >= self._list_again_at:
-            try:
-                await self._refresh_list()
-            except _AwsError as error:
-                raise ProviderRefusedError(parse_error(error).reason) from error
+        try:
+            await self._refresh_list(only_if_due=True)
+        except _AwsError as error:
+            raise ProviderRefusedError(parse_error(error).reason) from error
         return self._listed
 
     async def list_notices(self) -> Sequence[ProviderNotice]:
@@ -128,9 +129,16 @@ class Ec2Provider:
             gpu_type=self._settings.gpu_type,
         )
 
-    async def _refresh_list(self) -> None:
-        instances = await self._call(self._fetch_instances)
-        await self._refresh_prices()  # so that no VM has the settings' price first and then AWS's
+    async def _refresh_list(self, *, only_if_due: bool = False) -> None:
+        async with self._listing:
+            if only_if_due and self._now() < self._list_again_at:
+                return
+            instances = await self._call(self._fetch_instances)
+            await self._refresh_prices()  # so that no VM has the settings' price first and then AWS's
+            self._note_listed(instances)
+            await self._terminate_stopped(instances)
+
+    def _note_listed(self, instances: Sequence[Mapping[str, Any]]) -> None:
         now = self._now()
         self._list_again_at = now + self._settings.list_every_s
         known = {instance["InstanceId"] for instance in instances}
@@ -142,6 +150,17 @@ class Ec2Provider:
         }
         there = [self._make_vm(instance) for instance in instances if instance["State"]["Name"] in _STATES]
         self._listed = [*there, *(vm for vm, _ in self._unlisted.values())]
+
+    async def _terminate_stopped(self, instances: Sequence[Mapping[str, Any]]) -> None:
+        """Terminate those that have stopped by themselves, because nobody else does, and their disks are paid for."""
+        ids = [instance["InstanceId"] for instance in instances if instance["State"]["Name"] == "stopped"]
+        if not ids:
+            return
+        try:
+            await self._call(self._client.terminate_instances, InstanceIds=ids)
+        except _AwsError as error:
+            # The listing is valid all the same. The next one tries again.
+            self._log.warning("stopped VMs could not be terminated", ids=ids, error=parse_error(error).reason)
 
     def _fetch_instances(self) -> Sequence[Mapping[str, Any]]:
         """The instances of this fleet, in any state. Blocks."""

@@ -47,6 +47,10 @@ _AT_ONCE = 4
 _ALIVE = frozenset({"PROVISIONING", "STAGING", "RUNNING", "REPAIRING"})
 _STOPPING = frozenset({"PENDING_STOP", "STOPPING"})
 """The guest may still run: a VM that Google preempts has some 30 s in this state."""
+_STOPPED = frozenset({"TERMINATED", "STOPPED", "SUSPENDED"})
+"""Nothing runs there: its host has failed, say, or its system was shut down. Google keeps it until it is deleted."""
+_DELETE_AGAIN_S = 60.0
+"""Time after which a stopped VM is deleted again that is still there, because the deletion may have failed."""
 _TIMEOUT_S = 30.0
 _SETTLE_S = 45.0
 """How long `create` waits for an allocation; what is undecided then counts as made."""
@@ -103,8 +107,10 @@ class GceProvider:
         self._places: Places[_Place] = Places(places, now)
         self._listed: Sequence[ProviderVm] = ()
         self._list_again_at = -float("inf")
-        self._deleted: set[str] = set()
-        """Names of VMs that this manager has deleted and that are not gone yet."""
+        self._listing = asyncio.Lock()
+        """Held while VMs are listed, so that no answer is replaced by an older one that arrives later."""
+        self._deleted: dict[str, float] = {}
+        """Names of VMs that this manager has deleted and that are not gone yet, and when Google accepted that last."""
         self._under_way: set[asyncio.Task[Any]] = set()
         self._log = structlog.get_logger("varuna.gce").bind(fleet=settings.fleet)
 
@@ -113,11 +119,10 @@ class GceProvider:
     async def list(self) -> Sequence[ProviderVm]:
         """The VMs as of a few seconds ago (`list_every_s`), because Google limits these calls. Raises
         ProviderRefusedError."""
-        if self._now() >= self._list_again_at:
-            try:
-                await self._refresh_list()
-            except _GoogleError as error:
-                raise ProviderRefusedError(parse_error(error).reason) from error
+        try:
+            await self._refresh_list(only_if_due=True)
+        except _GoogleError as error:
+            raise ProviderRefusedError(parse_error(error).reason) from error
         return self._listed
 
     async def list_notices(self) -> Sequence[ProviderNotice]:
@@ -137,11 +142,30 @@ class GceProvider:
         memory_gib = self._settings.device_memory_gib
         return None if memory_gib is None else int(memory_gib * _GIB)
 
-    async def _refresh_list(self) -> None:
-        instances = await self._call(self._fetch_instances)
-        self._list_again_at = self._now() + self._settings.list_every_s
-        self._deleted &= {instance.name for _, instance in instances}
-        self._listed = [self._make_vm(zone, instance) for zone, instance in instances]
+    async def _refresh_list(self, *, only_if_due: bool = False) -> None:
+        async with self._listing:
+            if only_if_due and self._now() < self._list_again_at:
+                return
+            instances = await self._call(self._fetch_instances)
+            self._list_again_at = self._now() + self._settings.list_every_s
+            names = {instance.name for _, instance in instances}
+            self._deleted = {name: at for name, at in self._deleted.items() if name in names}
+            await self._delete_stopped(instances)
+            self._listed = [self._make_vm(zone, instance) for zone, instance in instances]
+
+    async def _delete_stopped(self, instances: Sequence[tuple[str, compute_v1.Instance]]) -> None:
+        """Delete those that have stopped by themselves, because nobody else does, and their disks are paid for."""
+        before = self._now() - _DELETE_AGAIN_S
+        stopped = [(instance.name, zone) for zone, instance in instances if instance.status in _STOPPED]
+        stopped = [(name, zone) for name, zone in stopped if self._deleted.get(name, before) <= before]
+        deletions = (self._delete_one(name, zone) for name, zone in stopped)
+        outcomes = await asyncio.gather(*deletions, return_exceptions=True)
+        for (name, _), outcome in zip(stopped, outcomes, strict=True):
+            if isinstance(outcome, _GoogleError):
+                # The listing is valid all the same. The next one tries again.
+                self._log.warning("a stopped VM could not be deleted", vm=name, error=parse_error(outcome).reason)
+            elif isinstance(outcome, BaseException):
+                raise outcome
 
     def _fetch_instances(self) -> Sequence[tuple[str, compute_v1.Instance]]:
         """The instances of this fleet with their zones. Blocks."""
@@ -283,7 +307,7 @@ class GceProvider:
 
     async def _delete_one(self, name: str, zone: str) -> None:
         await self._call(self._request_deletion, name, zone)
-        self._deleted.add(name)
+        self._deleted[name] = self._now()
 
     def _request_deletion(self, name: str, zone: str) -> None:
         """Blocks."""

@@ -188,8 +188,13 @@ class VmRegistry:
         warm: Iterable[str] = (),
         newcomers: Sequence[NewcomerReport] = (),
     ) -> bool:
-        """Record that the VM lives. Returns whether a decision may change (a new port, the end of a silence, ...)."""
-        live = self._of(vm_id)
+        """Record that the VM lives. Returns whether a decision may change (a new port, the end of a silence, ...).
+
+        Nothing is kept of a VM that was forgotten, whose stream may last for a while.
+        """
+        live = self._live.get(vm_id)
+        if live is None:
+            return False
         was_silent = live.last_message_at is None or self._is_late(live)
         jobs = frozenset(preparing), frozenset(prepared), frozenset(setting_up), frozenset(warm)
         known = live.preparing, live.prepared, live.setting_up, live.warm
@@ -247,7 +252,9 @@ class VmRegistry:
         return self._now() - max(at) if at else None
 
     def add_disconnect(self, vm_id: str) -> None:
-        live = self._of(vm_id)
+        live = self._live.get(vm_id)
+        if live is None:  # the provider's word on its end was here first
+            return
         live.connected, live.changed_at = False, self._now()
         self._note_change(live)
         self._away.add(vm_id)
@@ -272,9 +279,10 @@ class VmRegistry:
         return None if live is None else self._free_port(live)
 
     def use_rendezvous_port(self, vm_id: str, port: int) -> None:
-        live = self._of(vm_id)
-        live.used_port, live.used_at = port, self._now()
-        self._note_change(live)
+        live = self._live.get(vm_id)
+        if live is not None:
+            live.used_port, live.used_at = port, self._now()
+            self._note_change(live)
 
     def list_workers(self, vm_id: str) -> tuple[Health, ...]:
         live = self._live.get(vm_id)
@@ -292,7 +300,9 @@ class VmRegistry:
 
     def record_held_bytes(self, vm_id: str, held_bytes: int) -> None:
         """What the VM's heartbeat says of `get_held_bytes`. No decision depends on it."""
-        self._of(vm_id).held_bytes = held_bytes
+        live = self._live.get(vm_id)
+        if live is not None:
+            live.held_bytes = held_bytes
 
     def get_held_bytes(self, vm_id: str) -> int:
         """The state of workers that have ended in the VM's memory, according to the last heartbeat."""

@@ -44,6 +44,9 @@ class FakeProject:
     instances: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     operations: dict[str, dict[str, Any]] = field(default_factory=dict)
     inserts: list[dict[str, Any]] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    """Names of instances, once for each deletion that was accepted."""
+    refuses_deletions: bool = False
     full: frozenset[tuple[str, str]] = frozenset()
     """Machine types and zones without capacity."""
     unknown: frozenset[tuple[str, str]] = frozenset()
@@ -83,6 +86,9 @@ class FakeProject:
     def delete(self, zone: str, name: str) -> Response:
         if (zone, name) not in self.instances:
             return _error(404, "notFound", f"The resource '{name}' was not found")
+        if self.refuses_deletions:
+            return _error(403, "rateLimitExceeded", "Rate Limit Exceeded")
+        self.deleted.append(name)
         self.instances[zone, name]["status"] = "STOPPING"
         return self._start(None)
 

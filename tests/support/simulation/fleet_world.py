@@ -136,13 +136,20 @@ class FleetWorld:
         save_every: int = 10,
         carriage: Carriage = Carriage.IN_PLACE,
         layers: int = 24,
+        setup_s: float = 1.0,
         **spec: Any,
     ) -> str:
-        """Hand in a job; it takes `steps` steps. `layers`: of the model; the fewer, the fewer stages."""
+        """Hand in a job; it takes `steps` steps. `layers`: of the model; the fewer, the fewer stages. `setup_s`: time
+        that its `setup` takes, if it has one."""
         self._specs[name] = JobSpec(name=name, workdir="/", run="true", global_batch=global_batch, **spec)
         job_id = await self.handed_in(self.manager, name)
         self.training.jobs[job_id] = JobTruth(
-            job_id=job_id, steps=steps, profile_json=profile_json(layers), save_every=save_every, carriage=carriage
+            job_id=job_id,
+            steps=steps,
+            profile_json=profile_json(layers),
+            save_every=save_every,
+            carriage=carriage,
+            setup_s=setup_s,
         )
         return job_id
 

@@ -25,6 +25,7 @@ from varuna_manager.controllers.job_controller import JobController, JobControll
 from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.controllers.vm_requests import FleetSettings
 from varuna_manager.db.engine import Database
+from varuna_manager.db.models import VmRow
 from varuna_manager.domain.observed import Proposal, Rules
 from varuna_manager.domain.sharing import RatePoint
 from varuna_manager.fleet.drains import DrainService
@@ -206,6 +207,13 @@ class ManagerEnd:
         assert self._database is not None
         await self._database.close()
 
+    async def quarantine_vm(self, vm_id: str, seconds: float) -> None:
+        """As a decision of its own would."""
+        assert self._database is not None
+        async with self._database.write() as session:
+            row = await session.get_one(VmRow, vm_id)
+            row.quarantined_until, row.quarantines = self._time.now + seconds, row.quarantines + 1
+
     def interrupted(self) -> None:
         """A point at which the manager might die."""
         if self.dies_in is not None:
@@ -337,7 +345,12 @@ class ManagerEnd:
             for x in heartbeat.newcomers
         ]
         is_news = self.registry.add_heartbeat(
-            session.vm_id, rendezvous_port=heartbeat.rendezvous_port, workers=workers, newcomers=newcomers
+            session.vm_id,
+            rendezvous_port=heartbeat.rendezvous_port,
+            workers=workers,
+            prepared=heartbeat.prepared_jobs,
+            setting_up=heartbeat.setting_up_jobs,
+            newcomers=newcomers,
         )
         if is_news:
             self.bell.notify_listeners()

@@ -53,6 +53,8 @@ class JobTruth:
     steps: int
     profile_json: str
     carriage: Carriage = Carriage.IN_PLACE
+    setup_s: float = 1.0
+    """How long a VM takes to make its workdir ready, if the job has a setup."""
     save_every: int = 10
     saved_step: int = 0
     saved_by: int = 0

@@ -202,10 +202,17 @@ class SimulatedVm:
                 self.end()
             case ins.SaveSeenGenerations(seen):
                 self._remembered = dict(seen)
+            case ins.PrepareJob(request) if request.setup:
+                setup_s = self._training.jobs[request.job_id].setup_s
+                self._time.after(setup_s, lambda: self._end_setup(request.job_id))
             case ins.ReleaseRendezvousPort() | ins.ReadLogs() | ins.ReadStacks() | ins.PrepareJob() | ins.AdmitWorker():
                 pass
             case ins.CancelPreparation() | ins.KeepFolders():
                 pass
+
+    def _end_setup(self, job_id: str) -> None:
+        if self.alive:
+            self.handle(ev.PreparationEnded(job_id))
 
     def _open_rendezvous(self) -> None:
         self._next_port += 1

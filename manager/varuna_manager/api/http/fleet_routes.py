@@ -15,30 +15,43 @@ from varuna_manager.fleet.vm_list import VmFilter
 from varuna_manager.history.views import Views
 from varuna_proto import rest_fleet as rest
 
+_MOST_VMS = 100_000
+_LONGEST_S = 7 * 86400
+"""Of what becomes a deadline."""
+
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
 class PreemptBody(_Body):
-    notice_s: float = Field(default=0.0, ge=0, description="time until the VM is taken; 0: at once")
+    notice_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=_LONGEST_S,
+        allow_inf_nan=False,
+        description="time until the VM is taken; 0: at once",
+    )
 
 
 class DrainBody(_Body):
     deadline_s: float | None = Field(
         default=None,
         ge=0,
-        le=7 * 86400,
+        le=_LONGEST_S,
+        allow_inf_nan=False,
         description="the VM is empty by then, even if its workers have not saved; null: no deadline",
     )
 
 
 class FleetBody(_Body):
-    target: int = Field(ge=0, le=100_000, description="number of VMs to keep")
+    target: int = Field(ge=0, le=_MOST_VMS, description="number of VMs to keep")
 
 
 class LocalBody(_Body):
-    capacity: int | None = Field(ge=0, description="VMs that the emulated market grants; null: any number")
+    capacity: int | None = Field(
+        ge=0, le=_MOST_VMS, description="VMs that the emulated market grants; null: any number"
+    )
 
 
 def fleet_routes(fleet: FleetService, drains: DrainService, views: Views) -> APIRouter:

@@ -55,7 +55,8 @@ DEFAULT_LIMIT = _PAGE
 
 
 def seconds(at: datetime | None) -> float | None:
-    return None if at is None else _unix_s(at).timestamp()
+    """Since the epoch. Nothing is older; in UTC, a moment of the calendar's first day may be before its first year."""
+    return None if at is None else max(_unix_s(at).timestamp(), 0.0)
 
 
 def link_next(request: Request, response: Response, cursor: str | None) -> None:

@@ -223,8 +223,8 @@ def test_what_one_agent_says_of_workers_elsewhere_is_not_heard() -> None:
     now = 100.0
     registry = VmRegistry(lambda: now)
     lies = [Health(job_id="job", generation=1, rank=rank, step=MOST_STEP, evaluated=9) for rank in (0, 1)]
-    registry.add_heartbeat(VICTIM, rendezvous_port=1, workers=[Health(job_id="job", generation=1, rank=0, step=4)])
-    registry.add_heartbeat(OWN, rendezvous_port=1, workers=lies)
+    registry.add_hello(VICTIM, rendezvous_port=1, workers=[Health(job_id="job", generation=1, rank=0, step=4)])
+    registry.add_hello(OWN, rendezvous_port=1, workers=lies)
     assert {rank: health.step for rank, health in registry.list_healths("job", 1, {0: VICTIM}).items()} == {0: 4}
     assert {rank: health.step for rank, health in registry.list_healths("job", 1, {0: VICTIM, 1: OWN}).items()} == {
         0: 4,

@@ -62,6 +62,35 @@ async def test_every_error_is_a_problem_with_a_type_that_stays(world: RestWorld)
         assert "\n" not in problem["detail"]
 
 
+@pytest.mark.parametrize("seconds", ["1e12", "604801", "Infinity", "-Infinity", "NaN", "-1"])
+async def test_a_notice_of_no_real_length_is_refused(world: RestWorld, seconds: str) -> None:
+    """It becomes a time, and one beyond the calendar could not be shown."""
+    await world.add(vm("vm-1"))
+    json = {"Content-Type": "application/json"}
+    for path, field in (("preempt", "notice_s"), ("drain", "deadline_s")):
+        body = f'{{"{field}": {seconds}}}'
+        answer = await world.ask("POST", f"/api/v1/vms/vm-1/{path}", content=body, headers=json)
+        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, field)
+    assert (await world.ask("GET", "/api/v1/vms/vm-1")).json()["notice_deadline"] is None
+
+
+async def test_no_market_grants_more_vms_than_a_fleet_may_have(world: RestWorld) -> None:
+    for path, field in (("providers/local", "capacity"), ("fleet", "target")):
+        answer = await world.ask("PUT", f"/api/v1/{path}", json={field: 10**30})
+        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, field)
+
+
+@pytest.mark.parametrize("at", ["0001-01-01T00:00:00%2B14:00", "0001-01-01", "9999-12-31T23:59:59-14:00"])
+async def test_any_moment_of_the_calendar_may_be_asked_for(world: RestWorld, at: str) -> None:
+    await world.add(vm("vm-1"))
+    for path in ("fleet/cost", "jobs", "events"):
+        answer = await world.ask("GET", f"/api/v1/{path}?since={at}")
+        assert answer.status_code == 200, (path, answer.text)
+    history = await world.ask("GET", f"/api/v1/fleet/history?since=1970-01-01&until={at}")
+    assert history.status_code in (200, 422), history.text
+    assert (await world.ask("GET", f"/api/v1/events?until={at}")).status_code == 200
+
+
 async def test_a_wrong_job_is_told_field_by_field(world: RestWorld) -> None:
     answer = await world.ask("POST", "/api/v1/jobs", json={**SPEC, "global_batch": 0, "colour": "red"})
     assert {entry["field"] for entry in answer.json()["errors"]} == {"global_batch", "colour"}

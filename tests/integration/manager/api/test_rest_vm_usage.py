@@ -61,3 +61,28 @@ async def test_what_an_agent_makes_up_is_bounded(tmp_path: Path) -> None:
             session.add(VmUsageRow(vm_id="vm-1", points=b""))
         async with world.database.read() as session:
             assert await session.get(VmRow, "vm-1") is not None
+
+
+async def test_the_last_samples_of_a_vm_that_is_gone_are_written_and_forgotten(tmp_path: Path) -> None:
+    migrated(tmp_path / "manager.db")
+    now = 1000.0
+    async with rest_world(tmp_path) as world:
+        await world.add(vm("vm-1"), vm("vm-2"))
+        board = UsageBoard(lambda: now)
+        keeper = UsageKeeper(world.database, board)
+        for number in range(20):
+            now = 1000.0 + 5.0 * number
+            for vm_id in ("vm-1", "vm-2", "vm-nobody"):
+                board.record_sample(vm_id, sample(0.5))
+            await keeper.reconcile_once()
+        async with world.database.write() as session:
+            (await session.get_one(VmRow, "vm-1")).gone_at = now
+        last = now
+        while now < last + 600.0:
+            now += 5.0
+            board.record_sample("vm-2", sample(0.5))
+            await keeper.reconcile_once()
+        assert [set(known) for known in (board._open, board._written_at)] == [{"vm-2"}, {"vm-2"}]
+        assert board._pending.keys() <= {"vm-2"}
+        stored = await UsageList(world.database, None).read_usage("vm-1")
+        assert stored["at_unix_s"][-1] == last - 2.5, "the last point is stored: the mean of two samples"

@@ -581,6 +581,8 @@ async def test_an_evaluation_is_progress(database: Database, jobs: JobService, c
     job_id = (await jobs.submit_job(SPEC, None))["id"]
     await add_generation(database, job_id, 1)
     registry, rules = VmRegistry(lambda: clock.now), Rules()
+    for vm_id in ("vm", "other"):
+        registry.add_hello(vm_id, rendezvous_port=1, workers=())
     loader = SnapshotLoader(database, World(database, registry, clock), rules, clock)
 
     def beat(evaluated: int, generation: int = 1, vm: str = "vm") -> None:

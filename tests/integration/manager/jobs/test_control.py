@@ -188,7 +188,7 @@ class Hosts:
         self.database, self.registry, events, bell = database, VmRegistry(), EventLog(database), Bell()
         provider = provider or StaticProvider([StaticHost(name="a"), StaticHost(name="b")], began_at=1.0)
         reports = ReportService(database, events, PlanningService(), bell)
-        self.fleet = FleetService(database, events, self.registry, provider, reports, bell)
+        self.fleet = FleetService(database, events, self.registry, provider, reports, bell, lambda: NOW)
         self.drains = DrainService(database, self.fleet, events, bell, lambda: NOW)
 
     async def hello(self, vm_id: str, incarnation: str) -> None:
@@ -196,6 +196,12 @@ class Hosts:
         hello = pb.Hello(vm_id=vm_id, incarnation=incarnation, gpus=1, host=vm_id)
         assert await self.fleet.admit_agent(hello) is None
         self.registry.add_hello(vm_id, rendezvous_port=1, workers=())
+        await self.judge(vm_id)
+
+    async def notice(self, vm_id: str, deadline: float) -> None:
+        """As its agent reports it."""
+        async with self.database.write() as session:
+            await self.fleet.note_notice(session, vm_id, f"maintenance until {deadline:g}", deadline)
         await self.judge(vm_id)
 
     async def judge(self, vm_id: str, silent_s: float | None = None) -> VmView:
@@ -240,6 +246,46 @@ async def test_a_host_that_was_drained_is_back_but_not_used(database: Database, 
     assert (back.state, back.usable, back.leave_by) == (VmState.READY, False, None)
     await hosts.drains.uncordon_vm("a")
     assert (await hosts.judge("a")).usable
+
+
+@pytest.mark.parametrize("deadline", [NOW - 1.0, NOW + 60.0], ids=["late", "early"])
+@pytest.mark.parametrize("silent_s", [11.0, 0.1], ids=["slowly", "quickly"])
+async def test_a_host_that_reboots_after_its_notice_is_used_again(
+    database: Database, silent_s: float, deadline: float
+) -> None:
+    """Early: its agent has left, and has let the cloud begin before the deadline."""
+    hosts = Hosts(database)
+    await hosts.hello("a", "first")
+    await hosts.notice("a", deadline)
+    leaving = await hosts.judge("a", silent_s=silent_s)
+    assert leaving.state is (VmState.LOST if silent_s > 10 else VmState.DRAINING)
+    await hosts.hello("a", "first")
+    assert (await hosts.judge("a")).state is VmState.DRAINING, "it has not rebooted yet"
+    await hosts.judge("a", silent_s=silent_s)
+    await hosts.hello("a", "after the reboot")
+    back = await hosts.judge("a")
+    assert (back.state, back.usable, back.notice_deadline) == (VmState.READY, True, None)
+    await hosts.notice("a", deadline)
+    assert (await hosts.judge("a")).state is VmState.DRAINING, "a notice that is still in force is reported again"
+
+
+async def test_an_uncordon_does_not_lift_a_notice_that_is_in_force(database: Database) -> None:
+    hosts = Hosts(database)
+    await hosts.hello("a", "first")
+    await hosts.notice("a", NOW + 60.0)
+    await hosts.drains.cordon_vm("a")
+    document = await hosts.drains.uncordon_vm("a")
+    assert (document["state"], document["notice_deadline"]) == ("draining", "1970-01-01T00:02:40+00:00")
+
+
+async def test_a_notice_that_is_over_does_not_outlast_an_uncordon(database: Database) -> None:
+    hosts = Hosts(database)
+    await hosts.hello("a", "first")
+    await hosts.notice("a", NOW - 1.0)
+    assert (await hosts.judge("a", silent_s=0.1)).state is VmState.DRAINING
+    document = await hosts.drains.uncordon_vm("a")
+    assert (document["state"], document["notice_deadline"]) == ("ready", None)
+    assert "vm_ready" in await kinds(database)
 
 
 async def test_a_vm_that_is_drained_while_it_is_silent_is_given_back_when_it_is_heard_again(
@@ -319,5 +365,12 @@ async def test_stacks_are_asked_for_and_kept_and_an_agent_speaks_for_its_own_ran
     assert "out of reach" in kept[1]["error"]
     assert await stacks.list_stacks("train", 1) == []
     assert stacks.collect_answers(job_id, 3) is None
+    stacks.request_stacks(job_id, 2, {0: "a", 1: "a"})
+    answer(0, "late, of the first request")
+    fresh = stacks.collect_answers(job_id, 2)
+    assert fresh is not None
+    assert fresh.answers == {}, "what was answered before says nothing about now"
+    assert len(agent.stack_requests) == 1
     stacks.keep_only([])
     assert stacks.collect_answers(job_id, 2) is None
+    assert not agent.stack_requests

@@ -324,6 +324,21 @@ async def test_a_manager_at_work_tells_of_it(manager: ScriptedManager) -> None:
     assert all(math.isfinite(sample.value) for family in families.values() for sample in family.samples)
 
 
+def test_a_routes_errors_start_at_zero_with_its_first_answer() -> None:
+    """Prometheus sees no increase when a series appears with its first value."""
+    instruments = Instruments()
+    route = {"method": "GET", "route": "/vms"}
+
+    def read_count(code: str) -> float | None:
+        return instruments.registry.get_sample_value("varuna_http_requests_total", {**route, "code": code})
+
+    instruments.record_answer("GET", "/vms", 200, 0.1)
+    assert (read_count("200"), read_count("500"), read_count("503")) == (1, 0, None)
+    instruments.record_answer("GET", "/vms", 500, 0.1)
+    instruments.record_answer("GET", "/vms", 200, 0.1)
+    assert (read_count("200"), read_count("500")) == (2, 1)
+
+
 @pytest.mark.xdist_group("secure")  # one manager for all
 def test_a_secure_manager_shows_them_to_viewers(secure: SecureManager) -> None:
     url = f"{secure.url}/metrics"

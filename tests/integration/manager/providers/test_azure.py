@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from azure.mgmt.compute.models import VirtualMachine
 
 from fake_arm import FakeArm, fake_arm
+from held_listing import ENOUGH_S
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers import azure_retail
 from varuna_manager.providers.azure import AzureProvider
@@ -72,6 +76,29 @@ async def provider(arm: FakeArm, clock: Clock) -> AsyncIterator[AzureProvider]:
     made = provider_on(arm, clock)
     yield made
     await made.close(end_vms=False)
+
+
+async def test_a_list_that_was_begun_before_another_does_not_hide_what_that_one_has(arm: FakeArm, clock: Clock) -> None:
+    provider = provider_on(arm, clock, SETTINGS.model_copy(update={"list_every_s": 3600.0}))
+    fetch, is_held, may_arrive = provider._fetch_vms, asyncio.Event(), asyncio.Event()
+
+    async def hold_first() -> Sequence[VirtualMachine]:
+        vms = await fetch()
+        if not is_held.is_set():
+            is_held.set()
+            await may_arrive.wait()
+        return vms
+
+    with patch.object(provider, "_fetch_vms", hold_first):
+        early = asyncio.create_task(provider.list())
+        await is_held.wait()
+        late = asyncio.create_task(provider.create(1, "r"))
+        await asyncio.wait({late}, timeout=ENOUGH_S)
+        may_arrive.set()
+        await early
+        (made,) = (await late).vms
+        assert [vm.id for vm in await provider.list()] == [made.id]
+    await provider.close(end_vms=False)
 
 
 async def test_nothing_is_there_before_the_scale_set(provider: AzureProvider) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 from botocore.exceptions import ClientError, NoCredentialsError
 
 from ec2_bench import Ec2Bench, mock_ec2, open_ec2_bench
+from held_listing import ENOUGH_S, held_listing
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.base import UnknownVmError, UnsupportedByProviderError
 from varuna_manager.providers.boot import render_cloud_init
@@ -160,6 +162,29 @@ async def test_an_instance_that_shuts_down_is_going(bench: Ec2Bench) -> None:
     assert {vm.id: vm.going for vm in await bench.provider.list()} == {"varuna-r-000": True, "varuna-r-001": False}
     created = await bench.provider.create(2, "r")
     assert sorted(vm.id for vm in created.vms) == ["varuna-r-001", "varuna-r-002"]
+
+
+async def test_an_instance_that_has_stopped_by_itself_is_terminated(bench: Ec2Bench) -> None:
+    await bench.provider.create(2, "r")
+    bench.set_state("varuna-r-000", "stopping")
+    assert {vm.id: vm.going for vm in await bench.provider.list()} == {"varuna-r-000": True, "varuna-r-001": False}
+    assert dict(bench.list_instances())["varuna-r-000"] == "stopping", "it may still be about to be terminated"
+    bench.set_state("varuna-r-000", "stopped")
+    assert {vm.id: vm.going for vm in await bench.provider.list()} == {"varuna-r-000": True, "varuna-r-001": False}
+    assert dict(bench.list_instances())["varuna-r-000"] == "terminated"
+    assert [vm.id for vm in await bench.provider.list()] == ["varuna-r-001"]
+
+
+async def test_a_list_that_was_begun_before_another_does_not_hide_what_that_one_has(aws: None) -> None:
+    async with open_ec2_bench(list_every_s=3600.0) as bench, held_listing(bench.provider) as listing:
+        early = asyncio.create_task(bench.provider.list())
+        await listing.wait_held()
+        late = asyncio.create_task(bench.provider.create(1, "r"))
+        await asyncio.wait({late}, timeout=ENOUGH_S)
+        listing.release()
+        await early
+        assert [vm.id for vm in (await late).vms] == ["varuna-r-000"]
+        assert [vm.id for vm in await bench.provider.list()] == ["varuna-r-000"]
 
 
 async def test_prices_are_those_of_the_market(bench: Ec2Bench) -> None:

@@ -3,6 +3,7 @@ answers."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from google.api_core.exceptions import Forbidden, InternalServerError, TooManyRe
 from google.cloud import compute_v1
 
 from gce_bench import FakeGce, GceBench, fake_gce, open_gce_bench
+from held_listing import ENOUGH_S, held_listing
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.base import ProviderRefusedError, UnknownVmError, UnsupportedByProviderError
 from varuna_manager.providers.boot import render_cloud_init
@@ -156,6 +158,47 @@ async def test_a_vm_that_google_preempts_is_there_until_it_has_stopped(bench: Gc
     assert {vm.id: vm.going for vm in await bench.provider.list()} == {"varuna-r-000": True, "varuna-r-001": False}
     with pytest.raises(UnknownVmError, match="no VM 'varuna-r-000' in the fleet varuna"):
         await bench.provider.preempt_vm("varuna-r-000", 0.0)
+
+
+@pytest.mark.parametrize("status", ["TERMINATED", "STOPPED", "SUSPENDED"])
+async def test_a_vm_that_has_stopped_by_itself_is_deleted(bench: GceBench, status: str) -> None:
+    await bench.provider.create(2, "r")
+    instance = bench.project.instances["us-central1-a", "varuna-r-000"]
+    instance["status"] = status
+    assert {vm.id: vm.going for vm in await bench.provider.list()} == {"varuna-r-000": True, "varuna-r-001": False}
+    assert bench.project.deleted == ["varuna-r-000"]
+    await bench.provider.list()
+    assert bench.project.deleted == ["varuna-r-000"], "once is enough"
+    await bench.advance()
+    assert [vm.id for vm in await bench.provider.list()] == ["varuna-r-001"]
+
+
+async def test_a_vm_that_has_stopped_by_itself_is_deleted_again_if_google_did_not_do_it(bench: GceBench) -> None:
+    await bench.provider.create(1, "r")
+    instance = bench.project.instances["us-central1-a", "varuna-r-000"]
+    instance["status"] = "TERMINATED"
+    bench.project.refuses_deletions = True
+    assert [vm.going for vm in await bench.provider.list()] == [True], "the list is valid all the same"
+    bench.project.refuses_deletions = False
+    await bench.provider.list()
+    instance["status"] = "TERMINATED"  # Google has accepted the deletion, and it has failed
+    bench.now += 60.0
+    await bench.provider.list()
+    assert bench.project.deleted == ["varuna-r-000", "varuna-r-000"]
+    await bench.advance()
+    assert list(await bench.provider.list()) == []
+
+
+async def test_a_list_that_was_begun_before_another_does_not_hide_what_that_one_has(gce: FakeGce) -> None:
+    async with open_gce_bench(gce, list_every_s=3600.0) as bench, held_listing(bench.provider) as listing:
+        early = asyncio.create_task(bench.provider.list())
+        await listing.wait_held()
+        late = asyncio.create_task(bench.provider.create(1, "r"))
+        await asyncio.wait({late}, timeout=ENOUGH_S)
+        listing.release()
+        await early
+        assert [vm.id for vm in (await late).vms] == ["varuna-r-000"]
+        assert [vm.id for vm in await bench.provider.list()] == ["varuna-r-000"]
 
 
 async def test_a_vm_that_gets_the_name_of_one_that_is_gone_is_preempted_with_notice_like_any(bench: GceBench) -> None:

@@ -30,6 +30,8 @@ class NewcomersWorld:
         self.newcomers = NewcomerRequests(self.registry, RULES, lambda: self.now)
         self.now += RULES.restart_grace_s
         self.sessions = {vm_id: AgentSession(vm_id, "1", ()) for vm_id in "ab"}
+        for vm_id in self.sessions:
+            self.registry.add_hello(vm_id, rendezvous_port=1, workers=())
 
     def view(self, current: GenerationView = RUNNING, **env: str) -> JobView:
         return self.newcomers.complete_view(job(current), env)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
+import pytest
+
 from decision_views import RULES, vm
+from planner_faults import DISK_FULL, FailsOnce, SteppedClock
 from snapshots import PROFILE, loaded, snapshot
 from varuna_manager.controllers.gpu_types import GpuTypes
 from varuna_manager.controllers.job_view import DevicePool, Snapshot
-from varuna_manager.controllers.shares import ShareOut, Shares
+from varuna_manager.controllers.shares import ShareOut, Shares, _question
 from varuna_manager.domain.gpu_types import OnlyType
 from varuna_manager.domain.sharing import EACH_SIZE
 from varuna_manager.domain.spec import JobSpec, Resources
+from varuna_manager.planning import rates as rates_module
 from varuna_manager.planning.rates import RateQuestion, RateService
 from varuna_manager.world.bell import Bell
 from varuna_proto.plan import Device
@@ -149,4 +154,50 @@ async def test_rates_are_asked_once_for_each_number_of_gpus() -> None:
     assert await rates.list_rate_curves([question]) == await rates.list_rate_curves([question])
     assert await curve(replace(question, device_memory_bytes=1)) == (), "no plan fits"
     assert await curve(replace(question, profile_json="{}")) == (), "it is no profile"
+    await rates.close()
+
+
+async def test_a_failure_of_the_planner_moves_no_gpus_and_it_is_asked_again_a_minute_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask = FailsOnce(rates_module._rates, DISK_FULL)
+    monkeypatch.setattr(rates_module, "_rates", ask)
+    clock, bell = SteppedClock(), Bell()
+    rung = bell.add_listener()
+    rates = RateService(bell, monotonic=clock)
+    shares = ShareOut(rates, RULES)
+    runs, waits = loaded("x", has=("a", "b", "c", "d")), loaded("y", priority=-1)
+    both = snapshot([vm(name, device_memory_bytes=10**9) for name in "abcde"], runs, waits)
+    await shares.compute_shares(both)
+    async with asyncio.timeout(DEADLINE_S):
+        await rung.wait()
+    for seconds in (0.0, 59.0):
+        clock.now += seconds
+        given = await shares.compute_shares(both)
+        assert {name: share.gpus for name, share in given.by_job.items()} == {"x": 4, "y": 1}
+    assert ask.calls == 1, "a steady failure is not looked for at every look"
+    clock.now += 2.0
+    async with asyncio.timeout(DEADLINE_S):
+        while (await rates.list_rate_curves([_question(runs, both, both.gpus)])) == [None]:
+            pass
+    assert ask.calls == 2
+    await rates.close()
+
+
+async def test_looks_do_not_wait_for_a_planner_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job's rates take long meanwhile."""
+    ask = FailsOnce(rates_module._rates, DISK_FULL)
+    monkeypatch.setattr(rates_module, "_rates", ask)
+    rates = RateService(Bell())
+    question = _question(loaded("x"), snapshot([vm("a")]), 1)
+    assert await rates.list_rate_curves([question]) == [None]
+    held = threading.Event()
+    monkeypatch.setattr(rates_module, "_rates", lambda *given: held.wait(DEADLINE_S) and {})
+    other = replace(question, gpus_per_vm=2)
+    assert await rates.list_rate_curves([other]) == [None]
+    monkeypatch.setattr(rates_module, "_PATIENCE_S", DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S / 2):
+        assert await rates.list_rate_curves([question]) == [None]
+    monkeypatch.setattr(rates_module, "_rates", lambda _, missing, __: dict.fromkeys(missing))
+    held.set()
     await rates.close()

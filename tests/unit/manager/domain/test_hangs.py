@@ -114,6 +114,18 @@ def test_the_ranks_are_asked_first_and_waited_for_a_moment() -> None:
     assert kinds(decide(of_another, vm("a"), vm("b"))) == [RequestStacks]
 
 
+@pytest.mark.parametrize("asked_at", [NOW - 5000, NOW - 32])
+def test_stacks_of_an_earlier_suspicion_blame_nobody(asked_at: float) -> None:
+    """A step has completed since they were requested."""
+    texts = (RankStack(text=WAITS), RankStack(text=READS))
+    view = job(hanging(6, 6, waits=[STEP, STEP]), stacks=make_answers(*texts, asked_at=asked_at))
+    asked = decide(view, vm("a"), vm("b", hangs=1))
+    assert asked.actions == (RequestStacks(number=2),)
+    assert asked.reason.endswith("asking its ranks for their stacks")
+    fresh = replace(view, stacks=make_answers(*texts, asked_at=NOW - 0.5))
+    assert RecordHang in kinds(decide(fresh, vm("a"), vm("b")))
+
+
 def test_a_second_step_may_take_as_long_as_the_first_whatever_was_predicted() -> None:
     """Calibration does not see a slow loader, so the step may have been predicted far too short."""
     silent = hanging(5, 5, waits=[STEP, None])

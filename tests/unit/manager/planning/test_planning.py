@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from decision_views import generation, worker
+from planner_faults import DISK_FULL, FailsOnce, SteppedClock
 from varuna_manager.domain.memory_margin import MOST_LESSONS, NO_MARGIN, MemoryMargin, MemoryShortage, learn_margin
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.planning import planning
@@ -57,12 +58,12 @@ async def test_the_loop_goes_on_while_the_planner_is_loaded_and_asked(monkeypatc
     for name in ("_warm_up", "_answer"):
         call = getattr(planning, name)
 
-        def goes_on(given: Any, name: str = name, call: Callable[[Any], Any] = call) -> Any:
+        def goes_on(*given: Any, name: str = name, call: Callable[..., Any] = call) -> Any:
             turned = threading.Event()
             loop.call_soon_threadsafe(turned.set)
             assert turned.wait(DEADLINE_S), "the planner holds the loop"
             calls.append(name)
-            return call(given)
+            return call(*given)
 
         monkeypatch.setattr(planning, name, goes_on)
     work = asyncio.create_task(_warm_up_and_ask(PlanningService()))
@@ -400,3 +401,46 @@ async def test_an_error_of_the_placement_fails_no_job_that_has_trained(monkeypat
     monkeypatch.setattr("varuna_planner.placement.place", broken)
     found = await PlanningService().propose_plan(question(profile().to_json(), previous_p=1))
     assert (found.plan, found.possible) == (None, True)
+
+
+@pytest.mark.parametrize("error", [DISK_FULL, MemoryError(), ZeroDivisionError("division by zero")])
+async def test_a_planner_that_has_failed_is_asked_the_same_again_a_minute_later(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    clock, choose = SteppedClock(), FailsOnce(planning._choose, error)
+    monkeypatch.setattr(planning, "_choose", choose)
+    service, asked = PlanningService(monotonic=clock), question(profile().to_json(), previous_p=1)
+    failed = await service.propose_plan(asked)
+    assert (failed.plan, failed.possible) == (None, True)
+    text = f"the planner failed on 2 GPUs: {type(error).__name__}: {error}; it is asked again each minute"
+    assert failed.reason == text
+    clock.now += 59.0
+    assert await service.propose_plan(asked) == failed
+    assert choose.calls == 1, "a steady failure is not looked for at every look"
+    clock.now += 2.0
+    assert (await service.propose_plan(asked)).plan is not None
+    clock.now += 3600.0
+    assert (await service.propose_plan(asked)).plan is not None
+    assert choose.calls == 2, "an answer is kept"
+
+
+NO_CACHE = RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+"""By numba, where no folder for compiled code is writable, or the disk is full."""
+
+
+@pytest.mark.parametrize("error", [DISK_FULL, MemoryError(), NO_CACHE])
+async def test_what_the_machine_lacks_fails_no_new_job(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(planning, "_choose", FailsOnce(planning._choose, error))
+    found = await PlanningService().propose_plan(question(profile().to_json()))
+    assert (found.plan, found.possible) == (None, True)
+
+
+async def test_the_first_question_loads_the_planner_where_it_could_not_be_warmed_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    load = FailsOnce(planning.load_planner, NO_CACHE)
+    monkeypatch.setattr(planning, "load_planner", load)
+    service = PlanningService(cache_dir=tmp_path)
+    await service.warm_up()
+    assert (await service.propose_plan(question(profile().to_json()))).plan is not None
+    assert load.calls == 2

@@ -1,0 +1,52 @@
+"""Holds back a cloud's answer to a provider's list, so that it arrives after the answer to a later one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import patch
+
+from waiting import DEADLINE_S
+
+ENOUGH_S = 1.0
+"""Time for a later list that waits for nothing. One that waits for the first is given no more."""
+
+
+class HeldListing:
+    """`fetch`: the provider's blocking call, which is made in a thread."""
+
+    def __init__(self, fetch: Callable[[], Any]) -> None:
+        self._fetch = fetch
+        self._is_first = True
+        self._is_held = threading.Event()
+        self._may_arrive = threading.Event()
+
+    def answer(self) -> Any:
+        """The answer to the first call arrives after `release`."""
+        is_first, self._is_first = self._is_first, False
+        answer = self._fetch()
+        if is_first:
+            self._is_held.set()
+            assert self._may_arrive.wait(DEADLINE_S)
+        return answer
+
+    async def wait_held(self) -> None:
+        """Until the cloud has made its first answer."""
+        assert await asyncio.to_thread(self._is_held.wait, DEADLINE_S)
+
+    def release(self) -> None:
+        self._may_arrive.set()
+
+
+@asynccontextmanager
+async def held_listing(provider: Any) -> AsyncIterator[HeldListing]:
+    """In the place of the provider's `_fetch_instances`."""
+    held = HeldListing(provider._fetch_instances)
+    with patch.object(provider, "_fetch_instances", held.answer):
+        try:
+            yield held
+        finally:
+            held.release()
