@@ -349,6 +349,7 @@ class Varuna(ModuleView):
     def load_checkpoint(self, global_store: str, iteration: int, check_complete: bool = True) -> None:
         """Loads `varuna_ckpt_<iteration>` from `global_store`. Called by all ranks, after `set_optimizer`.
 
+        If training goes on from it, the job's own checkpoints of later steps are given up with the next step.
         The checkpoint must be complete, with any `check_complete`. Raises varuna.checkpoint.CheckpointError when it is
         not, and ValueError when ranks give different iterations.
         """

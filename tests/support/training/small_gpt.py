@@ -56,6 +56,10 @@ class Task:
     counts: bool = False
     """The model counts in a buffer the examples that it has seen."""
 
+    scaled: bool = False
+    """The later blocks get their input times what a module without parameters makes of its buffer, which the script
+    fills."""
+
     groups: bool = False
     """Vectors are in a parameter group of their own, with another learning rate and no weight decay."""
 
@@ -89,6 +93,17 @@ class Block(nn.Module):
         return x + self.dropout(self.feed(x))
 
 
+class Scale(nn.Module):
+    """Its code runs again in all stages that use its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("square", torch.ones(()))
+
+    def forward(self) -> Tensor:
+        return self.get_buffer("square").sqrt()
+
+
 class SmallGPT(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -98,6 +113,7 @@ class SmallGPT(nn.Module):
         self.norm = nn.LayerNorm(H)
         self.head = nn.Linear(H, V, bias=False)
         self.skip = nn.Linear(H, H) if task.skip else None
+        self.scale = Scale() if task.scaled else None
         self.weighted, self.counts, self.checkpointed = task.padded, task.counts, task.checkpointed
         if task.counts:
             self.register_buffer("seen", torch.zeros(()))
@@ -115,7 +131,11 @@ class SmallGPT(nn.Module):
         if self.counts:
             self.get_buffer("seen").add_(tokens.shape[0])
         past = 0 if self.skip is None else self.skip(x)
-        for block, cut_point in zip(self.blocks, [*self.cut_points, None], strict=True):
+        scale: Tensor | None = None
+        for number, (block, cut_point) in enumerate(zip(self.blocks, [*self.cut_points, None], strict=True)):
+            if self.scale is not None and number >= len(self.blocks) // 2:
+                scale = self.scale() if scale is None else scale
+                x = x * scale
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
             if cut_point is not None:
                 x = cut_point(x)
@@ -129,6 +149,12 @@ def make_model(task: Task) -> SmallGPT:
     if task.frozen:
         model.blocks[1].requires_grad_(False)
     return model.double() if task.doubled else model
+
+
+def fill_scale(model: nn.Module) -> None:
+    """What the script does when the model has been wrapped."""
+    with torch.no_grad():
+        model.get_buffer("scale.square").fill_(2.0)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -231,6 +257,8 @@ def train_plainly(
 
     device = device or torch.device("cpu")
     model = make_model(task).to(device)
+    if task.scaled:
+        fill_scale(model)
     model.tie_weights(task)  # `to` unties them on devices that torch does not know
     optimizer = make_optimizer(model.parameters(), task)
     scheduler = make_scheduler(optimizer)

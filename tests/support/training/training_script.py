@@ -58,7 +58,7 @@ import varuna.roles.membership
 import varuna.roles.moving
 import varuna.roles.training
 from emulated_nccl import emulate_nccl
-from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler, states_of
+from small_gpt import Examples, Task, example_batch, fill_scale, make_model, make_optimizer, make_scheduler, states_of
 from varuna import Varuna, get_varuna_config
 from varuna.checkpoint import CheckpointError
 from varuna.data import Batches
@@ -236,6 +236,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         **wanted.get("varuna", {}),
     )
     assert torch.equal(before, torch.get_rng_state())
+    if task.scaled:
+        fill_scale(model)
     optimizer = make_optimizer(model.parameters(), task)
     scheduler = make_scheduler(optimizer)
     own_list = list(model.parameters()) if wanted.get("keeps_parameters") else []

@@ -20,6 +20,7 @@ from varuna.checkpoint import (
 from varuna.checkpoint.loading.resuming import HeldStateSource
 from varuna.checkpoint.saving.automatic import AutomaticCheckpoints, wait_for_save
 from varuna.checkpoint.saving.failures import SaveFailures
+from varuna.checkpoint.saving.later import LaterCheckpoints
 from varuna.checkpoint.storage.store import CheckpointStore
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.departure import PeerLost
@@ -52,6 +53,7 @@ class WorkerCheckpoints:
             if before is None:
                 self._copy_folder = _choose_copy_folder(url, environment.local_checkpoint_dir)
             own = self._open_writer(url, local=self._copy_folder)
+        self._own = own
         cadence = Cadence(
             stops_per_hour=environment.stops_per_hour,
             uncopied_stops_per_hour=environment.stops_without_copies_per_hour,
@@ -66,6 +68,8 @@ class WorkerCheckpoints:
             before=None if before is None else before.automatic,
         )
         """The automatic checkpoints."""
+        self.later: LaterCheckpoints = LaterCheckpoints(worker, None if before is None else before.later)
+        """The job's checkpoints of later steps than that from which training goes on."""
         atexit.register(self._finish)
 
     def save_checkpoint(
@@ -96,7 +100,14 @@ class WorkerCheckpoints:
 
     def load_checkpoint(self, url: str, step: int, state: TrainingState) -> LoadedCheckpoint:
         """Fills `state` from the checkpoint of `step` in `url`. Raises CheckpointError when it cannot be read."""
-        return load_checkpoint(url, step, state)
+        loaded = load_checkpoint(url, step, state)
+        self.later.note_load(url, loaded.step)
+        return loaded
+
+    def finish_own_save(self) -> None:
+        """Waits until this rank's save into the job's store has ended. Raises what makes the worker leave."""
+        if self._own is not None:
+            wait_for_save(self._own, self._worker.departure)
 
     def resume_newest(
         self, state: TrainingState, *, memory: HeldStateSource | None, allow_fresh_start: bool = False
@@ -109,8 +120,9 @@ class WorkerCheckpoints:
         environment, rendezvous, departure = self._worker.environment, self._worker.rendezvous, self._worker.departure
         if not environment.checkpoint_url and memory is None:
             return None
+        self.finish_own_save()
         try:
-            return resume_checkpoint(
+            loaded = resume_checkpoint(
                 environment.checkpoint_url,
                 state,
                 store=rendezvous.store,
@@ -125,6 +137,8 @@ class WorkerCheckpoints:
             departure.leave_generation(PeerLost(f"while resuming: {first_line(error)}"))
             departure.raise_if_leaving()
             raise
+        self.later.note_resume(0 if loaded is None else loaded.step)
+        return loaded
 
     def abandon_saves(self) -> None:
         """Ends this rank's part for a process that goes on in another generation. Saves under way are not waited for:

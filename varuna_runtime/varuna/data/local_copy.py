@@ -39,7 +39,7 @@ def local_copy(url: str, folder: str | os.PathLike[str] | None = None) -> Path:
     """Copies a file, or a folder with everything below it, from `url` to this VM; returns the path of the copy.
 
     It is copied once. Other workers wait for the copy, and later callers use it until the size, date or ETag at the URL
-    changes. A path or a `file://` URL is returned without a copy.
+    changes, or a file of the copy has another size. A path or a `file://` URL is returned without a copy.
 
     Args:
         url: `s3://`, `gs://`, `abfs://`, …; `http://` and `https://` for files only. Credentials come from
@@ -99,13 +99,13 @@ def _object(meta: obstore.ObjectMeta, below: str) -> _Object:
 
 
 def _copy_once(store: ObjectStore, objects: Sequence[_Object], home: Path) -> None:
-    """Makes `home` with the objects in it if it does not exist. It appears when all of them are copied."""
-    if home.exists():
+    """Makes `home` with the objects in it, unless it has them. It appears when all of them are copied."""
+    if _is_whole(home, objects):
         return
     home.parent.mkdir(parents=True, exist_ok=True)
     with home.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when this process ends in any way
-        if home.exists():
+        if _is_whole(home, objects):
             return
         half = home.with_suffix(".part")
         shutil.rmtree(half, ignore_errors=True)  # left by a process that was killed
@@ -116,6 +116,32 @@ def _copy_once(store: ObjectStore, objects: Sequence[_Object], home: Path) -> No
             with target.open("wb") as file:
                 for chunk in stream_ranges(store, one.path, one.size):
                     file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
             if target.stat().st_size != one.size:
                 raise OSError(f"{one.path} changed during the copy: try again")
+        # A VM may lose its power and come back with its disk: whatever has the name `home` then must be whole.
+        for folder, _, _ in os.walk(half, topdown=False):
+            _sync_folder(Path(folder))
+        if home.exists():
+            _log.warning("a copy of data has lost files or parts of them: it is copied again", folder=str(home))
+            shutil.rmtree(home)
         half.rename(home)
+        _sync_folder(home.parent)
+
+
+def _is_whole(home: Path, objects: Sequence[_Object]) -> bool:
+    """Whether each object is there in its size."""
+    try:
+        return all((home / one.below).stat().st_size == one.size for one in objects)
+    except FileNotFoundError:
+        return False
+
+
+def _sync_folder(folder: Path) -> None:
+    """Returns when the names in it will survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

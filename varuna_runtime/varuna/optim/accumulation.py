@@ -17,7 +17,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from torch import Tensor, nn
@@ -28,6 +28,14 @@ from varuna.diagnostics.user_code import is_user_file, user_code
 __all__ = ["Accumulation"]
 
 _log = structlog.get_logger("varuna")
+
+
+class _ScriptStep(NamedTuple):
+    """A call of `optimizer.step()` by the script."""
+
+    place: str
+    updates: int
+    """How many there were by then, with its own."""
 
 
 class Accumulation:
@@ -43,7 +51,12 @@ class Accumulation:
         self._is_inspected = is_requested
         self._weight = 0.0
         self._held: list[tuple[nn.Parameter, Tensor]] = []
-        self._own_updates = 0
+        self._updates = 0
+        """How many there were, by `Varuna.step` or by the script's calls."""
+        self._updated_by: Optimizer | None = None
+        """Whose `step()` has made the newest update; None: `Varuna.step` has, or there was none."""
+        self._calls: dict[int, _ScriptStep] = {}
+        """The newest call of each optimizer's `step()` by the script, by the optimizer's id."""
         self._stepped_at = ""
 
     @property
@@ -94,15 +107,59 @@ class Accumulation:
         """After an update, or when the script drops the gradients."""
         self._weight, self._held = 0.0, []
 
+    # Several optimizers: an update is one of all of them, whichever the script steps first
+
+    def begin_update(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> None:
+        """Before the update of all `optimizers` that the script's `optimizer.step()` makes.
+
+        Raises RuntimeError if it has not called each one's `step()` for the update before, as it steps them at
+        different rates.
+        """
+        if self._updated_by is not None:
+            for other in optimizers:
+                if self._count_updates_since(other) > 0:
+                    one = self._updated_by if other is optimizer else optimizer
+                    self.note_script_step(optimizer)
+                    raise RuntimeError(self._describe_rates(one, other, optimizers))
+        self._updates += 1
+        self._updated_by = optimizer
+
+    def note_script_step(self, optimizer: Optimizer) -> None:
+        """At an `optimizer.step()` of the script, after the update if it makes one."""
+        self._calls[id(optimizer)] = _ScriptStep(user_code(), self._updates)
+
+    def _count_updates_since(self, optimizer: Optimizer) -> int:
+        """The updates since the script has called this optimizer's `step()`."""
+        call = self._calls.get(id(optimizer))
+        return self._updates - (0 if call is None else call.updates)
+
+    def _describe_rates(self, one: Optimizer, other: Optimizer, optimizers: Sequence[Optimizer]) -> str:
+        return (
+            f"{self._describe_call(one, optimizers)} and {self._describe_call(other, optimizers)} are called at "
+            "different rates, but each update is one of all optimizers in set_optimizer: call step() of all of them "
+            "under the same condition, one after another"
+        )
+
+    def _describe_call(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> str:
+        step, call = f"{type(optimizer).__name__}.step()", self._calls.get(id(optimizer))
+        if sum(type(each) is type(optimizer) for each in optimizers) > 1:
+            number = next(number for number, each in enumerate(optimizers, start=1) if each is optimizer)
+            step += f" of optimizer {number}"
+        return f"{step} (not called yet)" if call is None else f"{step} at {call.place}"
+
     # Scripts that step the optimizer although `Varuna.step` has
 
     def count_update(self) -> None:
         """`Varuna.step` has updated the parameters."""
-        self._own_updates += 1
+        self._updates += 1
 
-    def check_script_step(self) -> None:
+    def check_script_step(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> None:
         """At an `optimizer.step()` of the script. Raises RuntimeError if several updates came before it."""
-        updates, self._own_updates = self._own_updates, 0
+        updates = self._count_updates_since(optimizer)
+        called = [other for other in optimizers if self._count_updates_since(other) < updates]
+        self.note_script_step(optimizer)
+        if updates > 1 and called:
+            raise RuntimeError(self._describe_rates(optimizer, called[0], optimizers))
         if updates > 1:
             raise RuntimeError(
                 f"optimizer.step() at {user_code()} comes after {updates} calls of step() at {self._stepped_at}, and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -131,17 +131,32 @@ class HostParameters:
         for part in self.start_moving_gradients():
             part.wait()
 
-    def start_moving_gradients(self) -> list[ArrivingGradients]:
+    def copy_gradients_to_host(self) -> None:
+        """As `move_gradients_to_host`, but they stay on the device, too: the script accumulates them."""
+        for part in self.start_moving_gradients(keeps=True):
+            part.wait()
+
+    def drop_gradients(self, kept: Collection[int]) -> None:
+        """Drops those on the device that the script has dropped on the host. `kept`: the ids of the parameters on the
+        host whose gradients it has not."""
+        for original, master in self._pairs:
+            if original.grad is None or id(master) in kept:
+                continue
+            original.grad = None if master.grad is None else original.grad.zero_()
+
+    def start_moving_gradients(self, *, keeps: bool = False) -> list[ArrivingGradients]:
         """As `move_gradients_to_host`, but the gradients arrive in parts of about `part_bytes`, in their order.
 
         While the optimizer steps the parameters of one part, the next part is copied. No gradient may be read before
-        its part has arrived.
+        its part has arrived. `keeps`: they stay on the device, too.
         """
         parts: list[ArrivingGradients] = []
         leaving: list[tuple[nn.Parameter, Tensor]] = []
         count = 0
         for original, master in self._pairs:
-            gradient, original.grad, master.grad = original.grad, None, None
+            gradient, master.grad = original.grad, None
+            if not keeps:
+                original.grad = None
             if gradient is None:
                 continue
             if id(master) not in self._gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -50,14 +50,19 @@ class ParameterUpdater:
         host: HostParameters | None,
         average: WeightAverage | None,
         accumulate: bool,
+        is_anywhere: Callable[[bool], bool] = bool,
     ) -> None:
-        """`stage_parameters` are those of the passes, `parameters` those that the optimizers step."""
+        """`stage_parameters` are those of the passes, `parameters` those that the optimizers step. `is_anywhere`:
+        whether what this rank passes is true of any rank; a collective."""
         self.optimizers: tuple[Optimizer, ...] = ()
         self.scaler: LossScaler | None = None
         self.host, self.average = host, average
         self.accumulation = Accumulation(accumulate)
         self._stage_parameters, self._parameters = stage_parameters, parameters
         self._read_only = ReadOnlyGradients()
+        self._is_anywhere = is_anywhere
+        self._keeps_gradients = False
+        """Whether the script has left this rank any of the gradients that await an update, as last checked."""
 
     @property
     def loss_scale(self) -> float:
@@ -77,11 +82,28 @@ class ParameterUpdater:
         self._read_only = ReadOnlyGradients()
 
     def check_gradients(self) -> None:
-        """At the beginning of a step: drops what is accumulated if the script has dropped the gradients.
+        """At the beginning of a step: finds the gradients that the script has dropped; `agree_on_drop` follows.
 
-        Raises RuntimeError when the script has changed them.
+        Raises RuntimeError when the script has changed them to something else.
         """
-        if self._read_only.check_gradients():
+        kept = self._read_only.check_gradients()
+        if kept is None or not self.accumulation.is_pending:
+            return
+        ids = {id(parameter) for parameter in kept}
+        # The script cannot drop by `optimizer.zero_grad()` what no optimizer holds.
+        held = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
+        self._keeps_gradients = any(id(parameter) in ids for parameters in held for parameter in parameters)
+        if self.host is not None:
+            self.host.drop_gradients(ids)
+
+    def agree_on_drop(self) -> None:
+        """After `check_gradients`: nothing is accumulated any longer if the script has left no rank a gradient.
+
+        Called by all ranks. Those whose parameters are all frozen have nothing to find a drop by, and must know of it:
+        a collective of one number, while gradients await an update. Where a gradient is left (of another optimizer,
+        say), all steps count, those without a gradient as zeros.
+        """
+        if self.accumulation.is_pending and not self._is_anywhere(self._keeps_gradients):
             self.accumulation.drop_gradients()
 
     def finish_step(self, gradient: StepGradient, clip_max_norm: float | None, *, skip: bool) -> None:
@@ -92,6 +114,8 @@ class ParameterUpdater:
         elif accumulation.is_active:
             scale_gradients(parameters.values(), gradient.correction)
             accumulation.keep_gradients(gradient.weight, gradient.norm, clip_max_norm)
+            if self.host is not None:  # where the script reads and drops them
+                self.host.copy_gradients_to_host()
         elif skip:
             if self.host is not None:
                 self.host.move_gradients_to_host()
@@ -115,14 +139,23 @@ class ParameterUpdater:
         if self.average is not None:
             self.average.update_averages()
 
-    def _handle_script_step(self) -> bool:
-        """The script calls `optimizer.step()`: makes the update if it accumulates; returns whether it does."""
+    def _handle_script_step(self, optimizer: Optimizer) -> bool:
+        """The script calls `optimizer.step()`: makes the update if it accumulates; returns whether it does.
+
+        The first of several optimizers whose turn it is makes the update of all.
+        """
         accumulation = self.accumulation
         if not accumulation.is_active:
-            accumulation.check_script_step()
-        elif accumulation.is_pending and not self._read_only.check_gradients():
+            accumulation.check_script_step(optimizer, self.optimizers)
+            return False
+        if accumulation.is_pending:
+            self.check_gradients()
+            self.agree_on_drop()
+        if accumulation.is_pending:
+            accumulation.begin_update(optimizer, self.optimizers)
             clip = clip_factor(accumulation.norm, accumulation.clip_max_norm)
             self._update(clip, accumulation.norm * clip)
             accumulation.drop_gradients()
             self.watch_gradients()
-        return accumulation.is_active
+        accumulation.note_script_step(optimizer)
+        return True

@@ -37,10 +37,11 @@ _INSTEAD = (
 )
 
 
-def take_over_steps(optimizer: Optimizer, on_script_step: Callable[[], bool] = lambda: False) -> None:
+def take_over_steps(optimizer: Optimizer, on_script_step: Callable[[Optimizer], bool] = lambda _: False) -> None:
     """From now on `optimizer.step()` makes an update only inside `step_optimizers`.
 
-    When the script calls it, `on_script_step` runs instead, and returns whether the call had an effect.
+    When the script calls it, `on_script_step` runs instead with the optimizer, and returns whether the call had an
+    effect.
 
     The object stays the user's own. Its method is replaced on the object, as by PyTorch's learning-rate schedulers,
     which may come before or after this.
@@ -55,7 +56,7 @@ def take_over_steps(optimizer: Optimizer, on_script_step: Callable[[], bool] = l
         nonlocal is_logged
         if is_stepping():
             return own_step(*args, **kwargs)
-        if not on_script_step() and not is_logged:
+        if not on_script_step(optimizer) and not is_logged:
             is_logged = True
             _log.info("the script's own optimizer.step() has no effect: Varuna.step() has stepped the optimizer")
         return None
@@ -162,7 +163,7 @@ class ReadOnlyGradients:
     """The averaged gradients that a step leaves in `.grad`. The script may read them, but not change them."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[Tensor, Tensor, int]] = []
+        self._left: list[tuple[Tensor, Tensor, int]] | None = None
         self._place = ""
 
     def record_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -170,22 +171,24 @@ class ReadOnlyGradients:
         self._left = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
         self._place = user_code()
 
-    def check_gradients(self) -> bool:
-        """At the beginning of the next step: returns whether the script has set gradients to None or zeros.
+    def check_gradients(self) -> list[Tensor] | None:
+        """At the beginning of the next step: returns the parameters whose gradients the script has not set to None or
+        zeros; None: they were checked before.
 
         Raises RuntimeError when it has changed them to anything else.
         """
-        dropped = False
+        if self._left is None:
+            return None
+        kept = []
         for parameter, gradient, version in self._left:
             now = parameter.grad
             if now is not None and now is gradient and now._version == version:
-                continue
-            dropped = True
-            if now is not None and bool(now.any()):
+                kept.append(parameter)
+            elif now is not None and bool(now.any()):
                 raise RuntimeError(
                     f"the gradients were changed between step() at {self._place} and step() at {user_code()} (by "
                     "clip_grad_norm_, a GradScaler, or by hand): this has no effect, because step() has already "
                     f"stepped the optimizer with them. Instead, {_INSTEAD}"
                 )
-        self._left = []
-        return dropped
+        self._left = None
+        return kept

@@ -267,15 +267,12 @@ class Engine:
         received = run.activations.take_message(number, self._device)
         for tensor, boundary in zip(received, self._stage.receives, strict=False):
             tensor.requires_grad_(boundary.requires_grad)
-        stash = Stash(micro_batch, received)
-        before = self._written.begin_forward()
+        stash = Stash(micro_batch, received, buffers=self._written.begin_forward())
         with torch.set_grad_enabled(not self._position.recompute), self._seeding_sections(seed, step, micro_batch):
             outputs = self._run_stage(micro_batch, received)
         self._send_outputs(run, outputs, number)
         self._start_loading(run, number + 1)
-        if self._position.recompute:
-            stash.buffers = before
-        else:
+        if not self._position.recompute:
             stash.outputs = outputs
         run.stashes[number] = stash
         run.forwards += 1
@@ -307,9 +304,11 @@ class Engine:
         # A boundary that requires gradients may still hold a tensor that does not depend on anything trainable.
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
         if pairs:
-            # Activation checkpointing in the user's model runs parts of the forward again; they draw the same numbers.
+            # Activation checkpointing in the user's model runs parts of the forward again. They draw the same numbers
+            # and find the same buffers; what they write to these is dropped, because the forward has written it.
             again = self._backward_context(stash.micro_batch.inputs, stash.received)
-            with again, self._seeding_sections(seed, step, stash.micro_batch):
+            restored = self._written.restore_values(stash.buffers)
+            with again, restored, self._seeding_sections(seed, step, stash.micro_batch):
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if self._links.gradients_out is not None and self._gradients_sent:
             wanted = [t for t, b in zip(stash.received, self._stage.receives, strict=True) if b.requires_grad]

@@ -84,7 +84,8 @@ class Stash:
     outputs: list[Tensor] | None = None
     """None after a forward that will be recomputed."""
     buffers: list[Tensor] = field(default_factory=list)
-    """The values before the forward of the buffers that it writes, for a recompute."""
+    """The values before the forward of the buffers that it writes, for what runs again: a recompute, and in a backward
+    what the model checkpoints."""
 
 
 class ForwardLimit(Protocol):

@@ -158,6 +158,7 @@ class TrainingCheckpoints:
         """Between steps: writes the checkpoint that all ranks have agreed on; it holds no gradients. The state must not
         change before `finish_copy`."""
         automatic = self.checkpointing.automatic
+        self._updater.agree_on_drop()
         if self._updater.accumulation.is_pending:
             return
         if automatic.keeps_state:

@@ -123,6 +123,12 @@ class KeptInputs:
         if self._servers:
             self._servers[-1].hold_inputs(step, self._held)
 
+    def forget_inputs(self) -> None:
+        """The state is another one: a step of the same number may get other inputs."""
+        self._held = {}
+        for server in self._servers:
+            server.hold_inputs(self._step, {})
+
     def gather_inputs(self, worker: WorkerProcess, step: int, rest: StepRest, inputs: Mapping[str, Any]) -> str:
         """Gets what this rank lacks of the inputs of the rest of `step`. All ranks of a generation call it.
 

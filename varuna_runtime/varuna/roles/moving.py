@@ -31,6 +31,7 @@ from varuna.optim.host_parameters import is_own_hook
 from varuna.optim.optimizers import allow_empty_stages, find_foreign_state, replace_parameters
 from varuna.optim.split_check import check_splittable
 from varuna.partition import ModelMap, Stage, recut_stage
+from varuna.partition.stages.recutting import list_lost_writes
 from varuna.roles.giving import hold_state
 from varuna.roles.moved_sums import SumsPlan, add_sums, pack_sums, split_sums
 from varuna.roles.training_parts import TrainingParts
@@ -236,13 +237,16 @@ class StageMove(_Move):
         stages = stages_of(worker, len(model_map.sections))
         for parameter in before.parameters.values():
             parameter.grad = None
+        lost_writes = list_lost_writes(parts.swap.module)
         parts.swap.hold_pass_tensors()
         stage = recut_stage(
             before,
             parts.retracer.skeleton,
             model_map,
             stages[worker.topology.stage],
+            wrapped_map=parts.wrapped_map,
             trains=parts.changes.trains,
+            lost_writes=lost_writes,
         )
         if worker.topology.p > 1:
             allow_empty_stages(self._optimizer_device)

@@ -206,6 +206,7 @@ class TrainingRole:
         self._worker.calls.enter_call(CallKind.STEP, self._progress.step)
         self._membership.compare_replicas()
         self._updater.accumulation.inspect_script(self._updater.optimizers)
+        self.checkpoints.checkpointing.later.give_up(self._progress.step)
         if not self._parts.lacks_state:
             with STEP_CLOCK.measure(Activity.CHECKPOINT):
                 self.checkpoints.save_automatic_checkpoint()
@@ -442,8 +443,9 @@ class TrainingRole:
     def load_checkpoint(self, url: str, step: int) -> None:
         self._check_optimizers("load_checkpoint")
         with self._calling(CallKind.LOAD):
+            self.checkpoints.checkpointing.finish_own_save()  # before any rank loads: it may be given up afterwards
             self.checkpoints.load_checkpoint(url, step)
-            self._forget_copies()
+            self._forget_kept()
 
     def resume(self, *, allow_fresh_start: bool) -> int:
         self._check_optimizers("resume")
@@ -452,16 +454,20 @@ class TrainingRole:
             return self._progress.step
         with self._calling(CallKind.RESUME):
             self.checkpoints.resume_training(allow_fresh_start=allow_fresh_start)
-            self._forget_copies()
+            self._forget_kept()
         self._membership.report_ready()
         return self._progress.step
 
-    def _forget_copies(self) -> None:
-        """All ranks have another state now, perhaps of an older step."""
+    def _forget_kept(self) -> None:
+        """All ranks have another state now, perhaps of an older step, which is trained again with other samples."""
         if self._parts.copies is not None:
             self._parts.copies.forget_copies()
         if self._parts.ahead is not None:
             self._parts.ahead.forget_states()
+        if self._parts.shares is not None:
+            self._parts.shares.forget_sums()
+        self._parts.parting = None
+        self._parts.inputs.forget_inputs()
 
     @contextmanager
     def _calling(self, kind: CallKind) -> Iterator[None]:

@@ -117,7 +117,12 @@ class TrainingParts:
         parameters = stage.parameters if host is None else host.parameters
         average = None if options.ema is None else WeightAverage(parameters, options.ema)
         self.updater = ParameterUpdater(
-            stage.parameters, parameters, host=host, average=average, accumulate=options.accumulate
+            stage.parameters,
+            parameters,
+            host=host,
+            average=average,
+            accumulate=options.accumulate,
+            is_anywhere=self._is_anywhere,
         )
         self.swap = TensorSwap(stage, parameters)
         progress = self.progress
@@ -183,6 +188,12 @@ class TrainingParts:
         beginning of a step, though some may have filled what was late by then."""
         was_late = self.late is not None and self.late.has_lacked_state
         return self.progress.step > 0 and not was_late and not self.updater.accumulation.is_pending
+
+    def _is_anywhere(self, here: bool) -> bool:
+        """Whether something is so on any rank. Called by all ranks."""
+        count = torch.tensor([float(here)], dtype=torch.float32)
+        self.assembly.everyone.all_reduce([count])
+        return bool(count)
 
     def find_copies_figures(self) -> CopiesFigures:
         """What is known of the generation's copies after a step."""

@@ -55,6 +55,18 @@ def test_processes_take_the_stages_of_another_shape(number: int, doubled: bool, 
         assert (sum(taken) > 0) is (before[0] > 1)
 
 
+def test_a_buffer_that_the_script_has_filled_comes_to_a_stage_that_only_reads_it(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """The process of the first stage, whose code does not read it, takes the last one; another stage owns it."""
+    task = Task(steps=STEPS, scaled=True, doubled=True)
+    with ExitStack() as stack:
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=LEAVES_AFTER)
+        world.leave_at_boundary()
+        world.go_on_as(replace(world.plan, p=4, d=1), [3, 2, 1, 0])
+        assert_as_if_undisturbed(world, task)
+
+
 @pytest.mark.slow
 def test_the_script_keeps_its_random_numbers_and_its_average_in_another_shape(zygote: Zygote, tmp_path: Path) -> None:
     """Dropout draws the same masks for each example, and more is kept than plain training has."""

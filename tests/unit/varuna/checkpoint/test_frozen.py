@@ -25,6 +25,9 @@ from varuna.checkpoint import (
     resume_checkpoint,
 )
 from varuna.checkpoint.export import export_model
+from varuna.checkpoint.format.manifest import CheckpointRetention, set_aside_name
+from varuna.checkpoint.saving.given_up import given_up_name
+from varuna.checkpoint.saving.pruning import CheckpointPruner
 from varuna.checkpoint.saving.references import require_present
 from varuna.checkpoint.storage.store import CheckpointStore
 from waiting import DEADLINE_S
@@ -158,6 +161,26 @@ def test_local_copies_of_the_base_stay_as_long_as_it_is_referred_to(tmp_path: Pa
     ]
     loaded = load_checkpoint(str(store), 5, Adapted().state)
     assert loaded.store_bytes == 0
+
+
+@pytest.mark.parametrize("name", [set_aside_name(1), given_up_name(1)])
+def test_the_base_of_a_checkpoint_stays_that_was_set_aside_or_given_up(tmp_path: Path, name: str) -> None:
+    """It comes back by its manifest's name."""
+    model = Adapted()
+    for step in range(1, 5):
+        model.train_step()
+        save(tmp_path, step, model)
+    expected = model.values()
+    folder = tmp_path / "varuna_ckpt_4"
+    CheckpointPruner(CheckpointStore(str(tmp_path)), 1).extend_retention(4, CheckpointRetention.KEPT)
+    (folder / "manifest.json").rename(folder / name)
+    with torch.no_grad():
+        model.base.weight += 1  # so no later checkpoint refers to the same base
+    for step in range(5, 10):
+        save(tmp_path, step, model)
+    assert sorted(bases(tmp_path))[0] == "varuna_ckpt_2"
+    (folder / name).rename(folder / "manifest.json")
+    assert_loads(tmp_path, 4, expected)
 
 
 def test_with_one_checkpoint_kept_the_base_is_written_once(tmp_path: Path) -> None:

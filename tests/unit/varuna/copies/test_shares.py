@@ -31,6 +31,8 @@ from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.topology import Topology
 from varuna.pipeline.pass_state import PassResult
+from varuna.roles.kept_inputs import KeptInputs
+from varuna.roles.training import TrainingRole
 from varuna_planner.liveput.morph_cost import MARKS_S
 from varuna_proto.environment import WorkerEnvironment
 from waiting import DEADLINE_S, wait_until
@@ -401,6 +403,44 @@ def test_there_are_no_marks_before_all_ranks_have_what_they_keep(monkeypatch: py
     for stage in stages:
         marks = {marked.mark.numbers for marked in stage.shares.list_sums(STEP)}
         assert {*range(30, 39), *range(5)} in marks
+        stage.shares.shut_down()
+
+
+def test_a_load_of_another_state_forgets_the_marks_of_the_step_that_was_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The script goes back by one step and gives other samples for the same step."""
+    monkeypatch.setattr(rank_shares_module, "MARKS_SHARE", 1e9)
+    store = dist.HashStore()
+    stages = [Stage(number, store) for number in range(3)]
+
+    def list_owners() -> list[set[tuple[int, ...]]]:
+        return [{marked.mark.sections for marked in stage.shares.list_sums(STEP)} for stage in stages]
+
+    def run_pass() -> None:
+        for stage in stages:
+            stage.done = 0
+            stage.begin_pass(9, MARKS_S / 2)
+        for _ in range(5):
+            for stage in reversed(stages):
+                stage.run_backward()
+        for stage in stages:
+            stage.shares.end_pass()
+
+    run_pass()
+    own_and_kept = list_owners()
+    assert all(len(owners) == 2 for owners in own_and_kept)
+    parts = [
+        SimpleNamespace(copies=None, ahead=None, shares=stage.shares, parting=object(), inputs=KeptInputs())
+        for stage in stages
+    ]
+    for part in parts:
+        TrainingRole._forget_kept(SimpleNamespace(_parts=part))  # type: ignore[arg-type]
+    assert list_owners() == [set(), set(), set()]
+    assert all(part.parting is None for part in parts)
+    run_pass()
+    assert list_owners() == own_and_kept
+    for stage in stages:
         stage.shares.shut_down()
 
 

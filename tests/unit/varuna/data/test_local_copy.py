@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -130,6 +131,38 @@ def test_a_copy_that_was_cut_short_is_no_copy(bucket: _Bucket, tmp_path: Path) -
     (half / "train.npy").write_bytes(b"wh")
     assert local_copy("s3://b/train.npy", tmp_path).read_bytes() == b"whole"
     assert not half.exists()
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b"wh"), Path.unlink])
+def test_a_copy_whose_files_have_lost_bytes_is_made_again(
+    bucket: _Bucket, tmp_path: Path, harm: Callable[[Path], object]
+) -> None:
+    bucket.objects |= {"data/a.npy": b"whole", "data/part/b.npy": b"bb"}
+    folder = local_copy("s3://b/data", tmp_path)
+    harm(folder / "a.npy")  # as a power cut may leave it
+    assert local_copy("s3://b/data", tmp_path) == folder
+    assert (folder / "a.npy").read_bytes() == b"whole"
+    assert (folder / "part" / "b.npy").read_bytes() == b"bb"
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def test_a_copy_is_on_the_disk_before_it_has_its_name(
+    bucket: _Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.objects |= {"data/a.npy": b"a", "data/part/b.npy": b"bb"}
+    synced: list[tuple[str, bool]] = []
+    """Each with whether the copy had its name."""
+
+    def sync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((path.name if path.suffix != ".part" else ".part", bool(list(tmp_path.glob("*.part")))))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    local_copy("s3://b/data", tmp_path)
+    before = [name for name, is_part in synced if is_part]
+    assert sorted(before) == [".part", "a.npy", "b.npy", "part"]
+    assert before.index("b.npy") < before.index("part")
+    assert [name for name, is_part in synced if not is_part] == [tmp_path.name]
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])

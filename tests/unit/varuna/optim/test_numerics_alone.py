@@ -377,9 +377,10 @@ def test_a_loop_that_steps_each_time_is_no_accumulation() -> None:
     assert_same_parameters(model, plain)
 
 
-def test_gradients_that_the_script_drops_are_not_in_the_update() -> None:
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+def test_gradients_that_the_script_drops_are_not_in_the_update(offload: bool) -> None:
     plain, _ = accumulated_plainly(None)
-    model, optimizer = wrapped("tokens", accumulate=True)
+    model, optimizer = wrapped("tokens", accumulate=True, offload_optimizer=offload)
     model.step(batch(8))
     optimizer.zero_grad()
     model.step(batch(8))

@@ -204,6 +204,13 @@ def test_a_buffer_that_forward_writes_belongs_to_one_stage() -> None:
 
     refused(Model(computed), "buffer count is changed by forward .* through tensors computed from it")
 
+    def chooses(m: Any, x: Tensor) -> Tensor:
+        again = m.count.item() > 2  # in all stages, which would count for themselves
+        m.count += 1
+        return m.plain(x + 1 if again else x)
+
+    refused(Model(chooses), "buffer count is changed by forward .*both sides of cut-point 1")
+
 
 class Counted(nn.Module):
     """A block that divides by the number of runs of all blocks of its class."""

@@ -324,6 +324,33 @@ def test_a_relayed_tensor_used_on_the_way_sums_its_gradients() -> None:
     assert batch == tuple(sent[0][1].shape) == (3, T, H)
 
 
+def test_a_stage_has_no_memory_for_buffers_that_only_later_ones_read() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(H, H)
+            self.register_buffer("mask", torch.ones(H))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.get_buffer("mask")
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.cuts = nn.ModuleList(Masked() for _ in range(3)), [CutPoint(), CutPoint()]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block, cut in zip(self.blocks, [*self.cuts, nn.Identity()], strict=True):
+                x = cut(block(x))
+            return x.square().mean()
+
+    model = Chain()
+    model_map = trace(model, {"x": torch.randn(2, H)})
+    for section in range(3):
+        stage = build_stage(model, model_map, section, section + 1, device="cpu")
+        assert stage.read.keys() == {f"blocks.{section}.mask"}
+
+
 def test_buffers_that_forward_changes_belong_to_their_stage() -> None:
     model, example, _ = make("unet")
     stages = split(model, example, (0, 2))

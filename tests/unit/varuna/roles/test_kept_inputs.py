@@ -94,6 +94,15 @@ def test_each_rank_gives_the_inputs_of_its_replica(ranks: list[KeptInputs]) -> N
         fetch_inputs(ranks[3]._places, STEP - 1, [4])
 
 
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3)], indirect=True)
+def test_inputs_of_a_step_that_a_load_has_undone_are_nobodys(ranks: list[KeptInputs]) -> None:
+    for one in ranks:
+        one.forget_inputs()
+    assert not any(one.can_end_step for one in ranks)
+    with pytest.raises(ValueError, match=f"no inputs of micro-batch 0 of step {STEP}"):
+        fetch_inputs(ranks[0]._places, STEP, [0])
+
+
 def test_strangers_get_no_inputs() -> None:
     server = InputsServer(make_key("secret"), "127.0.0.1")
     server.hold_inputs(STEP, {0: [torch.ones(2)]})

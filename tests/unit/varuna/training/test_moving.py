@@ -8,17 +8,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from small_gpt import Task, example_batch, make_model
-from varuna.checkpoint import MismatchError
+from small_gpt import H, Task, example_batch, make_model
+from varuna import CutPoint
+from varuna.checkpoint import MismatchError, TrainingState
+from varuna.checkpoint.format.manifest import FileKind
+from varuna.checkpoint.saving.snapshot import HostBuffers, RankSnapshot, make_snapshot
 from varuna.checkpoint.state.group_options import OptionsByName, encode_groups
+from varuna.checkpoint.state.rank_state import fill_values
+from varuna.checkpoint.state.stage_state import held_state, state_dict_names
 from varuna.distributed.topology import stage_sections
 from varuna.model.tensor_swap import TensorSwap
 from varuna.optim.host_parameters import HostParameters
 from varuna.optim.optimizers import find_foreign_state, replace_parameters
-from varuna.partition import ModelMap, Stage, build_stage, recut_stage, trace
-from varuna.partition.tracing.retracer import Retracer
+from varuna.partition import ModelMap, PartitionError, Stage, build_stage, recut_stage, trace
+from varuna.partition.stages.recutting import list_lost_writes
+from varuna.partition.tracing.retracer import ModelState, Retracer
 from varuna.roles.reshaping import GenerationMember, must_move
 
 CPU = torch.device("cpu")
@@ -51,7 +57,7 @@ def make_stage(task: Task, sections: range) -> tuple[Stage, ModelMap, Retracer]:
 
 def recut(stage: Stage, model_map: ModelMap, retracer: Retracer, sections: range) -> Stage:
     trains = {name: p.requires_grad for name, p in make_model(Task()).named_parameters()}
-    return recut_stage(stage, retracer.skeleton, model_map, sections, trains=trains)
+    return recut_stage(stage, retracer.skeleton, model_map, sections, wrapped_map=model_map, trains=trains)
 
 
 TASK = Task(counts=True, tied_blocks=(0, 2))
@@ -82,6 +88,157 @@ def test_another_stage_in_the_same_modules_is_that_stage(before: range, after: r
     results = [one.forward(inputs, received) for one in (moved, expected)]
     for ours, theirs in zip(*(x if isinstance(x, list) else [x] for x in results), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class Scale(nn.Module):
+    """Without parameters, so that its code runs again in all later stages."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.empty(1), persistent=persistent)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.get_buffer("value").fill_(2.0)
+
+    def forward(self) -> Tensor:
+        return self.get_buffer("value").sqrt()
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
+        self.scale = Scale(persistent)
+        self.decoder = nn.ModuleList(nn.Linear(H, H) for _ in range(3))
+        self.cut_points = [CutPoint() for _ in range(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, cut_point in zip(self.encoder, self.cut_points[:2], strict=True):
+            x = cut_point(block(x))
+        t = self.scale()
+        for block, cut_point_after in zip(self.decoder, [*self.cut_points[2:], nn.Identity()], strict=True):
+            x = cut_point_after(block(x * t if self.training else x))
+        return x.square().mean()
+
+
+ENCODER, OWNER, LATE = range(2), range(2, 3), range(4, 5)
+
+
+class Scaled:
+    """A rank's stage of an `EncoderDecoder`, and what the script sees of it."""
+
+    def __init__(self, sections: range, *, device: str = "cpu", persistent: bool = True) -> None:
+        with torch.device(device):
+            model = EncoderDecoder(persistent)
+        example = {"x": torch.zeros(2, H)}
+        self.map = self.wrapped_map = trace(model, example)
+        self.retracer = Retracer(model, example, [sections])
+        self.stage = build_stage(model, self.map, sections.start, sections.stop, device=CPU)
+        self.names = state_dict_names(model, self.map)
+        self.swap = TensorSwap(self.stage, self.stage.parameters)
+
+    @property
+    def script_value(self) -> Tensor:
+        return self.swap.module.get_buffer("scale.value")
+
+    @property
+    def state(self) -> TrainingState:
+        return held_state(self.map, self.stage, self.stage.parameters, state_dict=self.names)
+
+    def move(self, sections: range) -> None:
+        lost_writes = list_lost_writes(self.swap.module)
+        self.swap.hold_pass_tensors()
+        self.stage = recut_stage(
+            self.stage,
+            self.retracer.skeleton,
+            self.map,
+            sections,
+            wrapped_map=self.wrapped_map,
+            trains=dict.fromkeys(self.map.parameter_bytes, True),
+            lost_writes=lost_writes,
+        )
+        self.swap.follow_stage(self.stage, self.stage.parameters)
+        self.retracer.follow_stages([sections])
+
+    def set_mode(self, training: bool) -> None:
+        modes = {path: training for path, _ in self.stage.module.named_modules()}
+        trains = dict.fromkeys(self.map.parameter_bytes, True)
+        self.map = self.retracer.trace_state(ModelState(modes, trains), self.wrapped_map)
+        with self.swap.change_pass_tensors():
+            self.stage.module.train(training)
+            self.stage.apply_map(self.map)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(ENCODER, LATE), (ENCODER, OWNER), (LATE, ENCODER), (LATE, OWNER), (OWNER, LATE), (ENCODER, range(5))],
+    ids=str,
+)
+def test_a_buffer_that_a_moved_stage_reads_has_its_value_or_is_fetched(
+    before: range, after: range, device: str
+) -> None:
+    rank, expected = Scaled(before, device=device), Scaled(after, device=device)
+    had = set(rank.state.tensors)
+    rank.move(after)
+    assert rank.stage.read.keys() == expected.stage.read.keys()
+    assert rank.stage.buffers.keys() == expected.stage.buffers.keys()
+    fetched = rank.state.buffers.keys() - had
+    for name, buffer in rank.stage.read.items():
+        assert name in fetched or torch.equal(buffer, expected.stage.read[name])
+        assert rank.state.section_of[name] == OWNER.start
+
+
+def test_a_stage_that_moves_in_one_mode_has_what_it_reads_in_another() -> None:
+    rank = Scaled(ENCODER)
+    rank.set_mode(training=False)
+    rank.move(LATE)
+    assert rank.state.buffers.keys() == {"scale.value"}
+    rank.set_mode(training=True)
+    assert rank.stage.module.get_buffer("scale.value") is rank.stage.read["scale.value"]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_move_brings_the_value_that_the_owner_has(device: str) -> None:
+    owner = Scaled(OWNER, device=device)
+    with torch.no_grad():
+        owner.script_value.fill_(9.0)
+    had = Scaled(ENCODER, device=device)
+    had.move(LATE)
+    files = make_snapshot(owner.state, 1, generation=1, replica=0, replicas=1, rank=0, buffers=HostBuffers()).files
+    for file in files:
+        if file.kind is FileKind.PARAMETERS:
+            fill_values(had.state, file.tensors)
+    assert had.script_value.item() == 9.0
+
+
+def test_a_buffer_of_several_stages_is_written_by_its_owner_and_read_alone() -> None:
+    def snapshot(state: TrainingState) -> RankSnapshot:
+        return make_snapshot(state, 1, generation=1, replica=0, replicas=1, rank=0, buffers=HostBuffers())
+
+    late, owner = snapshot(Scaled(LATE).state), snapshot(Scaled(OWNER).state)
+    assert not [file.name for file in late.files if "scale.value" in file.holds]
+    assert set(late.tensors_of) == {LATE.start}
+    assert [file.holds for file in owner.files if "scale.value" in file.holds] == [("scale.value",)]
+
+
+@pytest.mark.parametrize("owns", [False, True])
+def test_what_the_script_has_written_to_a_buffer_of_no_checkpoint_cannot_move(owns: bool) -> None:
+    had = Scaled(OWNER if owns else ENCODER, persistent=False)
+    with torch.no_grad():
+        had.script_value.fill_(9.0)
+    with pytest.raises(PartitionError, match=r"the script has changed the buffer scale\.value, whose value is in no"):
+        had.move(ENCODER if owns else LATE)
+
+
+def test_a_buffer_of_no_checkpoint_that_nobody_has_changed_moves() -> None:
+    had = Scaled(ENCODER, persistent=False)
+    had.move(LATE)
+    assert had.script_value.item() == 2.0
+    had.move(ENCODER)
+    had.move(LATE)
+    assert had.script_value.item() == 2.0
 
 
 def test_a_parameter_that_the_script_keeps_is_found() -> None:

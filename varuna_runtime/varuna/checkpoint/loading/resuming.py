@@ -186,7 +186,7 @@ class _StateProposer:
     def propose_state(self) -> _ResumeDecision:
         proposal = None if self._memory is None else self._memory.propose_state()
         if proposal is not None:
-            newest = max(self._committed_step, 0 if self._stored is None else self._stored.find_newer(proposal.step))
+            newest = self._committed_step if self._stored is None else self._stored.find_newest(proposal.step)
             if proposal.step >= newest:
                 return _ResumeDecision(step=proposal.step, document=proposal.document)
             _log.warning("the processes hold an older state than the checkpoint", step=proposal.step, newest=newest)
@@ -228,19 +228,25 @@ class _CheckpointProposer:
         self._passed_over: list[str] = []
         self._misfit = ""
 
-    def find_newer(self, step: int) -> int:
-        """The newest readable checkpoint after `step`; 0: there is none, or the store cannot be read, or does not
-        answer in time. A checkpoint that the job knows of is in `committed_step`, so such a store is not waited for."""
-        return ask_store(self._store.url, partial(self._look_for_newer, step), otherwise=0)
+    def find_newest(self, step: int) -> int:
+        """The newest checkpoint, if that is newer than `step`; 0: there is none.
 
-    def _look_for_newer(self, step: int) -> int:
+        A store that cannot be read, or does not answer in time, is not waited for: then the newest that the job knows
+        of counts.
+        """
+        return ask_store(self._store.url, partial(self._look_for_newest, step), otherwise=self._committed_step)
+
+    def _look_for_newest(self, step: int) -> int:
         try:
-            if not any(newer > step for newer in self._store.list_steps()):
-                return 0
-            return newest_readable_step(self._store) or 0
+            readable = 0
+            if any(newer > step for newer in self._store.list_steps()):
+                readable = newest_readable_step(self._store) or 0
+            # If it is there, but no checkpoint any longer, it is harmed, or was given up when the script went back.
+            is_lost = self._committed_step > step and not self._store.list_sizes(self._committed_step)
+            return max(readable, self._committed_step) if is_lost else readable
         except CheckpointError as error:
             _log.warning("the checkpoint store cannot be read", reason=str(error))
-            return 0
+            return self._committed_step
 
     def propose_step(self) -> _ResumeDecision:
         step = newest_readable_step(self._store, before=self._before, report=self._pass_over, strict=True)

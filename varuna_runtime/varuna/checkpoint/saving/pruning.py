@@ -5,7 +5,7 @@ Of automatic ones the newest three stay. Requested ones stay, except where the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from varuna.checkpoint.errors import CheckpointError
@@ -17,6 +17,7 @@ from varuna.checkpoint.format.manifest import (
     parse_sealed_document,
     set_aside_name,
 )
+from varuna.checkpoint.saving.given_up import given_up_name
 from varuna.checkpoint.saving.references import files_referred_to
 from varuna.checkpoint.storage.store import CheckpointStore, folder_of
 
@@ -68,7 +69,8 @@ class CheckpointPruner:
         """Deletes the checkpoints that the one of `committed_step` makes superfluous, and returns their steps.
 
         Everything after that step stays. So do folders that a newer generation writes to, checkpoints that were set
-        aside, those whose manifest has no retention, and files that other checkpoints refer to.
+        aside, those whose manifest has no retention, and files that other checkpoints refer to. Of those that were
+        given up, the ones stay that a script had requested for good.
         `keep_rolling` None: all requested checkpoints stay.
         """
         limits = {CheckpointRetention.AUTOMATIC: self._keep_automatic}
@@ -92,6 +94,8 @@ class CheckpointPruner:
                 continue
             if set_aside_name(1) in names or any((file_generation(name) or 0) > self._generation for name in names):
                 continue
+            if self._has_given_up_kept(step, names):
+                continue
             gone.append(step)
         referred = files_referred_to(self._store, (one for one in steps if one not in gone)) if gone else {}
         for step in gone:
@@ -109,6 +113,19 @@ class CheckpointPruner:
         self._store.put(f"{folder_of(step)}/{MANIFEST}", changed.to_bytes())
         self._known[step] = retention
 
+    def _has_given_up_kept(self, step: int, names: Collection[str]) -> bool:
+        """Whether a checkpoint was given up in this folder that was not to be deleted, or may not have been."""
+        number = 1
+        while given_up_name(number) in names:
+            try:
+                manifest = self._read_manifest(step, given_up_name(number))
+            except CheckpointError:  # as in `_retention`
+                return True
+            if manifest is None or _RANK[manifest.retention] == _RANK[CheckpointRetention.KEPT]:
+                return True
+            number += 1
+        return False
+
     def _retention(self, step: int) -> CheckpointRetention | None:
         if step not in self._known:
             try:
@@ -119,7 +136,10 @@ class CheckpointPruner:
         return self._known[step]
 
     def _manifest(self, step: int) -> Manifest | None:
-        path = f"{folder_of(step)}/{MANIFEST}"
+        return self._read_manifest(step, MANIFEST)
+
+    def _read_manifest(self, step: int, name: str) -> Manifest | None:
+        path = f"{folder_of(step)}/{name}"
         data = self._store.get(path)
         return None if data is None else parse_sealed_document(Manifest, data, path)
 

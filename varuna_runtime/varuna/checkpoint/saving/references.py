@@ -6,6 +6,7 @@ newest, so the two newest checkpoints never share a file, and harm to one leaves
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from varuna.checkpoint.errors import CheckpointError
@@ -14,6 +15,9 @@ from varuna.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, par
 from varuna.checkpoint.storage.store import CheckpointStore, folder_of
 
 __all__ = ["EarlierFiles", "files_referred_to", "require_present"]
+
+_IS_MANIFEST = re.compile(r"manifest\.([a-z-]+-[0-9]+\.)?json")
+"""Of a checkpoint, or of one that was set aside or given up."""
 
 
 class EarlierFiles:
@@ -79,22 +83,24 @@ def require_present(store: CheckpointStore, files: Iterable[FileEntry]) -> None:
 
 
 def files_referred_to(store: CheckpointStore, steps: Iterable[int]) -> dict[int, set[str]]:
-    """For each step: the files in its folder that the checkpoints of `steps` refer to.
+    """For each step: the files in its folder that the checkpoints of `steps` refer to. So do those that were set aside
+    or given up, which come back when their manifests are renamed.
 
     Raises StoreError when a manifest cannot be read, because then the answer is unknown.
     """
     found: dict[int, set[str]] = {}
     for step in steps:
-        manifest = _manifest(store, step)
-        for entry in manifest.files if manifest is not None else ():
-            if entry.in_step is not None:
-                found.setdefault(entry.in_step, set()).add(entry.name)
+        for name in store.list_sizes(step):
+            manifest = _manifest(store, step, name) if _IS_MANIFEST.fullmatch(name) else None
+            for entry in manifest.files if manifest is not None else ():
+                if entry.in_step is not None:
+                    found.setdefault(entry.in_step, set()).add(entry.name)
     return found
 
 
-def _manifest(store: CheckpointStore, step: int) -> Manifest | None:
-    data = store.get(f"{folder_of(step)}/{MANIFEST}")
+def _manifest(store: CheckpointStore, step: int, name: str = MANIFEST) -> Manifest | None:
+    data = store.get(f"{folder_of(step)}/{name}")
     try:
-        return None if data is None else parse_sealed_document(Manifest, data, f"{store.url_of(step)}/{MANIFEST}")
+        return None if data is None else parse_sealed_document(Manifest, data, f"{store.url_of(step)}/{name}")
     except CheckpointError:  # a harmed one, which no rank will load either
         return None

@@ -204,7 +204,7 @@ def make_snapshot(
 
 
 def is_tied_file(name: str) -> bool:
-    """Whether a file of a section has the parameters that sections of several stages may share."""
+    """Whether a file of a section has parameters or buffers that several stages may share."""
     return _TIED in name
 
 

@@ -33,6 +33,7 @@ from varuna.checkpoint.format.manifest import (
     receipt_name,
 )
 from varuna.checkpoint.format.tensor_file import iterate_pieces
+from varuna.checkpoint.loading.complete_checkpoints import read_complete_manifest
 from varuna.checkpoint.saving.host_files import iterate_parts, make_entry, sum_file
 from varuna.checkpoint.saving.pruning import KEPT_AUTOMATIC, CheckpointPruner, CheckpointRequest
 from varuna.checkpoint.saving.receipts import ReceiptWait, make_receipt, merge_receipts
@@ -236,8 +237,10 @@ class CheckpointWriter:
     def _run(self, copied: RankSnapshot, local: LocalCopies | None, request: CheckpointRequest | None) -> None:
         try:
             outcome = self._write(copied, local, request)
-            if outcome.result == "dropped" and self._rank == 0 and request is not None:
-                self._pruning.extend_retention(copied.step, request.choose_retention(copied.step))
+            if outcome.result == "dropped" and request is not None:
+                self._require_same(copied)
+                if self._rank == 0:
+                    self._pruning.extend_retention(copied.step, request.choose_retention(copied.step))
         except Exception as error:  # a failed save never stops training, whatever the reason; it is logged and reported
             outcome = self._failure(copied.step, str(error) or type(error).__name__)
             self._clean_up(copied, local, outcome.error)
@@ -286,6 +289,20 @@ class CheckpointWriter:
             size = sum(entry.bytes for entry in entries)
             return SaveOutcome(step=step, result="written", url=self._store.url_of(step), bytes=size, write_s=write_s)
         return self._commit(copied, write_s, retention)
+
+    def _require_same(self, copied: RankSnapshot) -> None:
+        """Raises CheckpointError if the store's checkpoint of this step is harmed, or has other parameters. Where it
+        was written in another shape, that is not known."""
+        there = read_complete_manifest(self._store, copied.step)
+        is_current = there.schema_ == Manifest.model_fields["schema_"].default  # others may have other bytes
+        parameters = {entry.holds: entry for entry in there.files if entry.kind is FileKind.PARAMETERS}
+        for file in copied.files:
+            entry = parameters.get(file.holds) if file.kind is FileKind.PARAMETERS and is_current else None
+            if entry is not None and entry.checksum != str(sum_file(file)[0]):
+                raise CheckpointError(
+                    f"a checkpoint of this step is there with other parameters ({entry.name}), of another run or of "
+                    "steps that were given up: save into another folder, or move that one away"
+                )
 
     def _is_worth_a_copy(self, file: HostFile) -> bool:
         """Whether to copy a file: states of other ranks are not, because equal ones are not even in the checkpoint."""

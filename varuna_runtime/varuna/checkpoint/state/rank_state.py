@@ -72,7 +72,7 @@ class TrainingState:
     section_of: Mapping[str, int]
     """For each parameter and buffer: the first section of the whole model that uses it."""
     tied: Collection[str] = ()
-    """Parameters that sections of several stages may share. Each lies in a file that other stages can read alone."""
+    """Parameters and buffers that several stages may share. Each lies in a file that other stages can read alone."""
     optimizers: Sequence[Optimizer] = ()
     """No parameter belongs to two of them."""
     schedulers: Mapping[str, LRScheduler] = field(default_factory=dict)

@@ -31,6 +31,9 @@ def held_state(
 ) -> TrainingState:
     """The parameters and buffers of this rank; the caller adds optimizer, user states and seed later.
 
+    They include the buffers that the stage only reads. The stage of the section that `section_of` has writes them, and
+    this one loads them, as with tied parameters.
+
     `parameters`: those that the optimizer updates. `state_dict`: the `state_dict_names` of the whole model.
     """
     kept = {*model_map.graph.buffers_changed, *state_dict.values()}
@@ -42,8 +45,8 @@ def held_state(
         section_count=len(model_map.sections),
         parameters=parameters,
         section_of=section_of,
-        buffers={name: buffer for name, buffer in stage.buffers.items() if name in kept},
-        tied=model_map.shared,
+        buffers={name: buffer for name, buffer in stage.read.items() if name in kept},
+        tied={*model_map.shared, *model_map.shared_buffers},
         state_dict=state_dict,
         position=place,
     )

@@ -35,7 +35,7 @@ class CutPlan:
     ghosts: frozenset[int]  # calls that a ghost answers; calls inside them do not happen
     transported: tuple[int, ...]  # values, in the order they are sent
     places: Mapping[int, tuple[ProducerPlace, ...]]  # of each transported value
-    buffers: frozenset[str]  # that code before the cut needs, for values that are computed again
+    buffers: frozenset[str]  # that code before the cut reads: for values that are computed again, and to choose a path
     overwritten: frozenset[int]  # cut-points whose argument is used later, so that it gets the received values too
 
 
@@ -88,7 +88,7 @@ class _CutPlanner:
                     self.visible_leaves.setdefault(what.value, []).append((index, leaf))
         self.places: dict[int, list[ProducerPlace]] = {}
         self.done: set[int] = set()
-        self.read_again: set[str] = set()  # buffers from which values are computed again
+        self.read_again: set[str] = set()  # buffers that code before the cut reads
         self.overwritten: set[int] = set()
         passes = [graph.values[passed.value] for passed in graph.cuts[:cut]]
         self.cut_of_argument = {passed.parents[0]: passed for passed in passes if not self._hidden(passed.call)}
@@ -125,6 +125,8 @@ class _CutPlanner:
                 raise _choice_cannot_be_made_again(choosing)
         for index, section, call in sorted(self.graph.looked_at):
             if section < self.cut and not self._hidden(call):
+                buffer = values[index].buffer
+                self.read_again.update(() if buffer is None else (buffer,))
                 self.resolve_value(values[index])
         self.resolve_value(values[self.graph.cuts[self.cut - 1].value])
         for value in values:
@@ -215,13 +217,12 @@ class _CutPlanner:
     def make_plan(self) -> CutPlan:
         order = sorted(self.places)
         places = {value: tuple(self.places[value]) for value in order}
-        buffers = [self.graph.values[index].buffer for index in self.done]
         return CutPlan(
             self.cut,
             self.ghosts,
             tuple(order),
             places,
-            frozenset(name for name in buffers if name is not None),
+            frozenset(self.read_again),
             frozenset(self.overwritten),
         )
 

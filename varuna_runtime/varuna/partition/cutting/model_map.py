@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -147,6 +148,16 @@ class ModelMap:
         return {
             name for name in names if name in before or any(section in sections for section in used.get(name, sections))
         }
+
+    @cached_property
+    def shared_buffers(self) -> frozenset[str]:
+        """The buffers that several stages may read: code of an earlier section may run again in a later one."""
+        again: set[str] = set()
+        for cut in range(1, len(self.sections)):
+            with suppress(PartitionError):  # no stage starts there
+                again |= self.cut_plan(cut).buffers
+        names = {name for section in self.sections for name in section.buffers}
+        return frozenset(name for name in names if name in again or len(self.graph.buffers_used.get(name, ())) != 1)
 
     def inputs_read(self, sections: range) -> frozenset[str] | None:
         """The model's inputs whose elements are read by the code that runs in the stage of these sections.

@@ -1,8 +1,9 @@
 """Buffers that forward writes (batch-norm statistics, counters, codebooks), while micro-batches are in flight.
 
 Each forward works on a copy of its own, made from the values that the forward before it left. So the backward of a
-micro-batch finds what its forward saved, even if later ones have written. A recompute starts with the same values as
-its forward and leaves the buffers unchanged: they change once for each micro-batch, in order, as in one process.
+micro-batch finds what its forward saved, even if later ones have written. What runs again, in a recompute or in a
+backward (torch.utils.checkpoint), starts with the same values as the forward and leaves the buffers unchanged: they
+change once for each micro-batch, in order, as in one process.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class WrittenBuffers:
 
     @contextmanager
     def restore_values(self, before: list[Tensor]) -> Iterator[None]:
-        """A context for a recompute, in which the buffers have the values `before` that `begin_forward` returned."""
+        """A context for a recompute or a backward, in which the buffers have the values `before` that `begin_forward`
+        returned. What is written in it is dropped."""
         newest = self._values()
         self._hold([value.clone() for value in before])
         try:
