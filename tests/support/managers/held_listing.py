@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import patch
 
+from varuna_manager.providers.base import CreatedVms
 from waiting import DEADLINE_S
 
 ENOUGH_S = 1.0
@@ -42,7 +43,7 @@ class HeldListing:
 
 
 @asynccontextmanager
-async def held_listing(provider: Any) -> AsyncIterator[HeldListing]:
+async def _held_listing(provider: Any) -> AsyncIterator[HeldListing]:
     """In the place of the provider's `_fetch_instances`."""
     held = HeldListing(provider._fetch_instances)
     with patch.object(provider, "_fetch_instances", held.answer):
@@ -50,3 +51,16 @@ async def held_listing(provider: Any) -> AsyncIterator[HeldListing]:
             yield held
         finally:
             held.release()
+
+
+async def create_beside_held_list(provider: Any) -> CreatedVms:
+    """What a request for one VM makes while the answer to an earlier list is held back, which arrives afterwards."""
+    async with _held_listing(provider) as listing:
+        early = asyncio.create_task(provider.list())
+        await listing.wait_held()
+        late = asyncio.create_task(provider.create(1, "r"))
+        await asyncio.wait({late}, timeout=ENOUGH_S)
+        listing.release()
+        await early
+        created: CreatedVms = await late
+        return created

@@ -17,6 +17,7 @@ import structlog
 from obstore.store import ObjectStore
 
 from varuna.checkpoint.storage.remote import open_remote, stream_ranges
+from varuna.checkpoint.storage.store import sync_path
 from varuna.diagnostics.error_text import first_line
 
 __all__ = ["local_copy"]
@@ -116,18 +117,17 @@ def _copy_once(store: ObjectStore, objects: Sequence[_Object], home: Path) -> No
             with target.open("wb") as file:
                 for chunk in stream_ranges(store, one.path, one.size):
                     file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
             if target.stat().st_size != one.size:
                 raise OSError(f"{one.path} changed during the copy: try again")
+            sync_path(target)
         # A VM may lose its power and come back with its disk: whatever has the name `home` then must be whole.
         for folder, _, _ in os.walk(half, topdown=False):
-            _sync_folder(Path(folder))
+            sync_path(Path(folder))
         if home.exists():
             _log.warning("a copy of data has lost files or parts of them: it is copied again", folder=str(home))
             shutil.rmtree(home)
         half.rename(home)
-        _sync_folder(home.parent)
+        sync_path(home.parent)
 
 
 def _is_whole(home: Path, objects: Sequence[_Object]) -> bool:
@@ -136,12 +136,3 @@ def _is_whole(home: Path, objects: Sequence[_Object]) -> bool:
         return all((home / one.below).stat().st_size == one.size for one in objects)
     except FileNotFoundError:
         return False
-
-
-def _sync_folder(folder: Path) -> None:
-    """Returns when the names in it will survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

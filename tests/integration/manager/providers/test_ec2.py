@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import yaml
 from botocore.exceptions import ClientError, NoCredentialsError
 
 from ec2_bench import Ec2Bench, mock_ec2, open_ec2_bench
-from held_listing import ENOUGH_S, held_listing
+from held_listing import create_beside_held_list
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.base import UnknownVmError, UnsupportedByProviderError
 from varuna_manager.providers.boot import render_cloud_init
@@ -176,14 +175,8 @@ async def test_an_instance_that_has_stopped_by_itself_is_terminated(bench: Ec2Be
 
 
 async def test_a_list_that_was_begun_before_another_does_not_hide_what_that_one_has(aws: None) -> None:
-    async with open_ec2_bench(list_every_s=3600.0) as bench, held_listing(bench.provider) as listing:
-        early = asyncio.create_task(bench.provider.list())
-        await listing.wait_held()
-        late = asyncio.create_task(bench.provider.create(1, "r"))
-        await asyncio.wait({late}, timeout=ENOUGH_S)
-        listing.release()
-        await early
-        assert [vm.id for vm in (await late).vms] == ["varuna-r-000"]
+    async with open_ec2_bench(list_every_s=3600.0) as bench:
+        assert [vm.id for vm in (await create_beside_held_list(bench.provider)).vms] == ["varuna-r-000"]
         assert [vm.id for vm in await bench.provider.list()] == ["varuna-r-000"]
 
 

@@ -3,7 +3,6 @@ answers."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from google.api_core.exceptions import Forbidden, InternalServerError, TooManyRe
 from google.cloud import compute_v1
 
 from gce_bench import FakeGce, GceBench, fake_gce, open_gce_bench
-from held_listing import ENOUGH_S, held_listing
+from held_listing import create_beside_held_list
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.base import ProviderRefusedError, UnknownVmError, UnsupportedByProviderError
 from varuna_manager.providers.boot import render_cloud_init
@@ -190,14 +189,8 @@ async def test_a_vm_that_has_stopped_by_itself_is_deleted_again_if_google_did_no
 
 
 async def test_a_list_that_was_begun_before_another_does_not_hide_what_that_one_has(gce: FakeGce) -> None:
-    async with open_gce_bench(gce, list_every_s=3600.0) as bench, held_listing(bench.provider) as listing:
-        early = asyncio.create_task(bench.provider.list())
-        await listing.wait_held()
-        late = asyncio.create_task(bench.provider.create(1, "r"))
-        await asyncio.wait({late}, timeout=ENOUGH_S)
-        listing.release()
-        await early
-        assert [vm.id for vm in (await late).vms] == ["varuna-r-000"]
+    async with open_gce_bench(gce, list_every_s=3600.0) as bench:
+        assert [vm.id for vm in (await create_beside_held_list(bench.provider)).vms] == ["varuna-r-000"]
         assert [vm.id for vm in await bench.provider.list()] == ["varuna-r-000"]
 
 

@@ -28,7 +28,7 @@ from varuna.diagnostics.error_text import first_line
 
 T = TypeVar("T")
 
-__all__ = ["CheckpointStore", "allocate_aligned", "folder_of", "local_path"]
+__all__ = ["CheckpointStore", "allocate_aligned", "folder_of", "local_path", "sync_path"]
 
 _FOLDER = re.compile(r"varuna_ckpt_(0|[1-9][0-9]*)")
 _PART_BYTES = 16 * 1024 * 1024
@@ -57,6 +57,15 @@ _MISSING = (FileNotFoundError, obstore.exceptions.NotFoundError)
 def folder_of(step: int) -> str:
     """The folder of the checkpoint of `step` within its store."""
     return f"varuna_ckpt_{step}"
+
+
+def sync_path(path: Path) -> None:
+    """Returns when a file's content, or the names in a folder, will survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class CheckpointStore:
@@ -211,11 +220,7 @@ class CheckpointStore:
         with _StoreErrors(self.url, folder.name):
             # Folders last: they hold the files' names.
             for path in (*(folder / name for name in names), folder, self._local):
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                sync_path(path)
 
     def _ask(self, request: Callable[[], T]) -> T:
         answer = _retry_read(request)
