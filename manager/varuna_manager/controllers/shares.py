@@ -104,11 +104,13 @@ class ShareOut:
         self, job: LoadedJob, snapshot: Snapshot, curves: Mapping[str, tuple[RatePoint, ...] | None]
     ) -> Contender:
         view, rates = job.view, curves.get(job.row.id)
+        if rates == () and view.generation is not None and view.generation.live:
+            rates = None  # it trains, so it fits where it is: the planner was asked for the smallest memory of all VMs
         has, most = _has(job, snapshot), view.max_gpus
         vms = 1 if view.generation is None else max(1, len(view.generation.vm_ids))
         if not _trains(job):  # it is being measured: at most one GPU for each example
             most = min(most or view.global_batch, view.global_batch)
-        elif rates is None:  # the planner is still working: until then nothing is moved for this job
+        elif rates is None:  # they are not known, or not yet: nothing is moved for this job
             most = max(has, view.min_gpus)
         return Contender(
             id=view.id,

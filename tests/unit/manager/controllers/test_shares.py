@@ -127,6 +127,20 @@ async def test_a_job_alone_has_no_share_and_two_get_theirs_by_the_planners_rates
     await rates.close()
 
 
+async def test_a_job_that_trains_keeps_its_gpus_beside_a_vm_whose_memory_no_plan_fits() -> None:
+    rates = RateService(Bell())
+    vms = [*(vm(name, device_memory_bytes=10**9) for name in "abc"), vm("small", device_memory_bytes=1)]
+    trains, waits = loaded("x", has=("a", "b", "c")), loaded("y", priority=-1)
+    both = snapshot(vms, trains, waits)
+    async with asyncio.timeout(DEADLINE_S):
+        while await rates.list_rate_curves([_question(trains, both, both.gpus)]) != [()]:
+            await asyncio.sleep(0.05)
+    given = await ShareOut(rates, RULES).compute_shares(both)
+    assert given.by_job["x"].gpus == 3
+    assert not given.over
+    await rates.close()
+
+
 async def until(shares: ShareOut, snapshot: Snapshot, wanted: dict[str, int]) -> Shares:
     """The planner is loaded first and answers later: until then no GPUs are moved between jobs."""
     async with asyncio.timeout(DEADLINE_S):  # it may have to be compiled
