@@ -461,6 +461,7 @@ class AgentState:
         self._no_launches = departure.reason
         self._departure = replace(departure, is_drain=self.is_drained)
         self._exit_at = None
+        use = state_use or StateUse()
         yield from self._workers.end_workers(
             lambda worker: True,
             agent_pb2.STOP_MODE_LEAVE_NOW,
@@ -468,9 +469,9 @@ class AgentState:
             reason=departure.reason,
             now=now,
             excuse=agent_pb2.EXIT_CAUSE_AGENT_ENDED,
-            state_use=state_use or StateUse(),
+            state_use=use,
         )
-        yield from self._workers.keep_no_survivors(departure.reason, now)
+        yield from self._workers.keep_no_survivors(departure.reason, now, store=use.store)
 
     # ------------------------------------------------------------ messages
 

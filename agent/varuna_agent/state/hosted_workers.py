@@ -265,13 +265,16 @@ class HostedWorkers:
             )
             yield SendAheadPart(process.key, part)
 
-    def keep_no_survivors(self, reason: str, now: float) -> Iterator[Instruction]:
+    def keep_no_survivors(self, reason: str, now: float, *, store: bool = False) -> Iterator[Instruction]:
         """End all survivors and newcomers; no process stays from now on, and one that was to leave with its state
-        saves it."""
+        saves it. `store`: survivors that wait first put theirs into memory that outlives the agent."""
         yield from self._newcomers.kill_newcomers(lambda newcomer: True, reason)
         self._survivors.are_kept = False
         yield from self._save_unkept(reason, now)
-        yield from self._survivors.kill_survivors(lambda survivor: True, reason)
+        if store:
+            yield from self._survivors.end_and_store(reason, now)
+        else:
+            yield from self._survivors.kill_survivors(lambda survivor: True, reason)
 
     def _save_unkept(self, reason: str, now: float) -> Iterator[Instruction]:
         """Ask the workers that were to leave with their state, and whose processes may not stay now, to save it."""

@@ -199,12 +199,22 @@ class Survivors:
             if now < survivor.release_at or survivor.is_killed:
                 continue
             if survivor.phase is SurvivorPhase.WAITING and self._store_s:
-                survivor.phase, survivor.release_at = SurvivorPhase.STORING, now + self._store_s
-                yield SendStore(survivor.key)
+                yield self._store_state(survivor, now)
             else:
                 reason = reasons[survivor.phase]
                 survivor.phase = SurvivorPhase.KILLED
                 yield KillWorker(survivor.key, reason)
+
+    def end_and_store(self, reason: str, now: float) -> Iterator[KillWorker | SendStore]:
+        """End all; those that wait first put their state into memory."""
+        for survivor in self.all:
+            if survivor.phase is SurvivorPhase.WAITING and self._store_s:
+                yield self._store_state(survivor, now)
+        yield from self.kill_survivors(lambda survivor: survivor.phase is not SurvivorPhase.STORING, reason)
+
+    def _store_state(self, survivor: Survivor, now: float) -> SendStore:
+        survivor.phase, survivor.release_at = SurvivorPhase.STORING, now + self._store_s
+        return SendStore(survivor.key)
 
     def list_deadlines(self) -> list[float]:
         return [survivor.release_at for survivor in self._by_key.values() if not survivor.is_killed]

@@ -224,7 +224,8 @@ def _render_backoff(job: JobView) -> str:
 def _explain_wait_for_agent(now: float, job: JobView, vms: Vms, rules: Rules) -> str:
     """Why the job waits for an agent that has ended and may start again; empty: it does not.
 
-    Its VM's memory has the state of a stage, and no other worker of the last generation holds that.
+    Its VM's memory has the state of a stage, and no other worker of the last generation holds that. Where an agent has
+    ended that generation, the next agents may end before it is back, as at an upgrade of host after host.
     """
     ended = job.generation
     if ended is None or ended.live or ended.plan is None or job.state is not JobState.RUNNING:
@@ -235,8 +236,10 @@ def _explain_wait_for_agent(now: float, job: JobView, vms: Vms, rules: Rules) ->
     held = [worker for worker in ended.workers if worker.held_step is not None]
     there = {worker.rank % p for worker in held if _is_usable(vms, worker)}
     for worker in held:
-        if worker.cause is ExitCause.AGENT_ENDED and not _is_usable(vms, worker) and worker.rank % p not in there:
-            vm_id = worker.device.vm_id
+        vm_id = worker.device.vm_id
+        has_left = worker.cause is ExitCause.AGENT_ENDED and not _is_usable(vms, worker)
+        is_next = ended.end_cause is EndCause.AGENT_ENDED and vm_id in vms and not vms[vm_id].connected
+        if (has_left or is_next) and worker.rank % p not in there:
             return f"{ended.end_reason}: waiting for the agent of VM {vm_id} to start again, whose memory has its state"
     return ""
 

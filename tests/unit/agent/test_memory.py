@@ -108,6 +108,24 @@ def test_workers_leave_their_state_where_another_process_of_the_agent_follows(ke
     assert freed(instructions) == []
 
 
+@pytest.mark.parametrize("keeps_memory", [True, False])
+def test_a_process_that_waits_for_its_job_leaves_its_state_to_the_agents_next_process(keeps_memory: bool) -> None:
+    """Agents are replaced one after the other: its generation has ended because another VM's agent did."""
+    vm = training()
+    leave(vm, key(1))
+    instructions = vm.handle(ev.TerminationRequested("SIGUSR2", keeps_memory))
+    assert of(ins.SendStore, instructions) == ([ins.SendStore(key(1))] if keeps_memory else [])
+    assert killed(instructions) == ([] if keeps_memory else [key(1)])
+    vm.receive_message(ack=pb.Ack(reports_through=99))
+    if keeps_memory:
+        assert vm.state.may_store(key(1), "5ec3e7")
+        vm.handle(ev.StateStored(key(1), 7, 100))
+    instructions = vm.ended(key(1), 75)
+    assert freed(instructions) == []
+    assert len(of(ins.ExitAgent, instructions)) == 1
+    assert kept(vm) == ([key(1)] if keeps_memory else [])
+
+
 # ---------------------------------------------------------------- taking and freeing
 
 

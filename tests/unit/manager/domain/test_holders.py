@@ -320,6 +320,17 @@ def test_a_job_waits_for_an_agent_whose_vm_has_the_only_state_of_a_stage() -> No
     assert start_of(late, away, vm("b"), proposal=proposal(there)).holders is None
 
 
+def test_it_waits_for_the_agent_that_is_replaced_next_too() -> None:
+    """The rank there left with its peer's agent. Its own agent has ended since."""
+    away, waiting = replace(vm("b"), connected=False), agent_ended(5.0, holds(1, "b"))
+    decision = decide(view(waiting, (vm("a"), away)), vm("a"), away)
+    assert decision.reason.endswith("waiting for the agent of VM b to start again, whose memory has its state")
+    alone = proposal((Device("a", 0),))
+    assert start_of(waiting, vm("a"), proposal=alone).holders is None, "that VM is gone"
+    cordoned = replace(vm("b"), cordoned=True)
+    assert start_of(waiting, vm("a"), cordoned, proposal=alone).number, "its agent is there, and is not waited for"
+
+
 def test_a_job_does_not_wait_for_an_agent_if_others_have_all_stages() -> None:
     away = replace(vm("a"), connected=False)
     others = (holds(1, "b"), holds(2, "c"), holds(3, "d"))
