@@ -177,7 +177,8 @@ async def open_identity(
 ) -> AgentIdentity | None:
     """The identity saved in `folder`, or a new one by joining; None: there is neither an identity nor a token.
 
-    Waits for an unreachable manager. Raises JoinError.
+    It joins again with a token that is not the one of its certificate. If that is refused, a certificate that is still valid stays
+    in use: the token may be one that only new VMs can join with. Waits for an unreachable manager. Raises JoinError.
 
     Args:
         urls: the URLs of the managers' REST APIs.
@@ -198,7 +199,13 @@ async def open_identity(
     if token is None:
         return None
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    certificate = await _join(folder, vm_id, token, urls=urls, ca_file=ca_file, chance=chance)
+    try:
+        certificate = await _join(folder, vm_id, token, urls=urls, ca_file=ca_file, chance=chance)
+    except JoinError as error:
+        if kept is None or not is_current:
+            raise
+        _log.warning("not joined again: the present certificate stays in use", vm=vm_id, reason=str(error))
+        return AgentIdentity(kept, path, chance)
     certificate.save_file(path)
     _log.info("this VM has joined", vm=vm_id, until=certificate.not_after.isoformat())
     return AgentIdentity(certificate, path, chance)

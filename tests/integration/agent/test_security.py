@@ -68,6 +68,26 @@ async def test_a_vm_joins_once_and_keeps_its_certificate(manager: SecureManager,
     assert newer.certificate != joined.certificate
 
 
+async def test_a_vm_that_may_not_join_again_keeps_the_certificate_that_it_has(
+    manager: SecureManager, tmp_path: Path
+) -> None:
+    """Its token's file is written anew at each start of a fleet (docker/compose.yaml), for VMs that have not joined."""
+    many = [JoinToken.parse_text(manager.token(name=name, join=True, single_use=False)) for name in ("1st", "2nd")]
+    joined = await join(tmp_path, many[0], manager.url, "vm-many")
+    assert joined is not None
+    expired = JoinToken.parse_text(manager.token(name="late", join=True, vm_id="vm-many", ttl_s=0.1))
+    await asyncio.sleep(0.2)  # its life
+    for token, reason in ((many[1], "has joined before"), (expired, "expired")):
+        with capture_logs() as log:
+            kept = await join(tmp_path, token, manager.url, "vm-many")
+        assert kept is not None
+        assert kept.certificate == joined.certificate
+        assert reason in log[-1]["reason"]
+    (tmp_path / "identity.json").unlink()
+    with pytest.raises(JoinError, match="has joined before"):
+        await join(tmp_path, many[1], manager.url, "vm-many")
+
+
 async def test_a_token_is_not_shown_to_another_authority(manager: SecureManager, tmp_path: Path) -> None:
     good = token_of(manager)
     text = f"{good.text.rpartition('.')[0]}.{'0' * 64}"
