@@ -130,30 +130,29 @@ pack() {
 
 on_host() { "${ssh_command[@]}" "${places[$1]}" "$2"; }
 
-# Whether the VM $1 is ready and the manager got its agent's last heartbeat less than 3 s ago.
-is_ready() {
-    varuna vms --json | python3 -c '
-import json, sys
-vms = [vm for vm in json.load(sys.stdin) if vm["id"] == sys.argv[1] and vm["state"] == "ready"]
-sys.exit(not any(vm["last_heard_s"] is not None and vm["last_heard_s"] < 3 for vm in vms))' "$1"
-}
-
-# The manager's view of the VM $1: its state, its number of workers, and whether it is cordoned.
+# The manager's view of the VM $1: its state ("gone" when it is not listed), its number of workers, whether it is cordoned,
+# and whether its agent's last heartbeat came less than 3 s ago. Fails when the manager does not answer.
 vm_now() {
-    varuna vms --json | python3 -c '
+    local vms
+    vms=$(varuna vms --json) || return 1
+    python3 -c '
 import json, sys
-for vm in json.load(sys.stdin):
-    if vm["id"] == sys.argv[1]:
-        print(vm["state"], len(vm["workers"]), "cordoned" if vm.get("cordoned_at") else "open")' "$1"
+vm = {"state": "gone", "workers": [], "last_heard_s": None}
+vm = next((one for one in json.load(sys.stdin) if one["id"] == sys.argv[1]), vm)
+heard_s = vm["last_heard_s"]
+cordon = "cordoned" if vm.get("cordoned_at") else "open"
+print(vm["state"], len(vm["workers"]), cordon, "heard" if heard_s is not None and heard_s < 3 else "silent")' "$1" <<<"$vms"
 }
 
 # Drains the VM $1: its jobs save and continue elsewhere, and nothing new starts there.
 drain_host() {
-    local state workers cordon
+    local now workers='an unknown number of'
     varuna drain "$1" --deadline "$drain_deadline" >/dev/null
     for _ in $(seq $((drain_deadline + 60))); do
-        read -r state workers cordon <<<"$(vm_now "$1")"
-        [ "$workers" != 0 ] || return 0
+        if now=$(vm_now "$1"); then
+            read -r _ workers _ <<<"$now"
+            [ "$workers" != 0 ] || return 0
+        fi
         sleep 1
     done
     printf '%s: still has %s workers: it is left as it is, drained (varuna uncordon %s)\n' "$1" "$workers" "$1" >&2
@@ -168,14 +167,17 @@ send_to() {
 
 install_on() {
     local name=${names[$1]} as='' identity=$prefix/var/lib/varuna-agent/identity/identity.json
-    local state='' workers='' cordon='' uncordon=''
+    local now='' state='' cordon='' uncordon=''
     printf '%s: ' "$name"
     [ -n "$prefix" ] || [ "$(on_host "$1" 'id -u' </dev/null)" = 0 ] || as='sudo -n '
     if ! on_host "$1" "${as}test -e $identity" </dev/null; then
         pack "$1" "$start"
         varuna token create "$name" --join --vm "$name" --ttl 1h >"$work/send/join-token"
     else
-        [ "$start" = none ] || read -r state workers cordon <<<"$(vm_now "$name")"
+        if [ "$start" != none ]; then
+            now=$(vm_now "$name") || { printf '%s: it is left as it is: the manager does not answer\n' "$name" >&2; return 1; }
+            read -r state _ cordon _ <<<"$now"
+        fi
         case $state in
         ready | suspect | draining)
             # The slow part, the installation, comes first, while the host's jobs still run.
@@ -191,7 +193,7 @@ install_on() {
     [ "$start" != none ] || return 0
     sleep 4 # heartbeats of the agent before this one must not count
     for _ in $(seq 180); do
-        if is_ready "$name"; then
+        if now=$(vm_now "$name") && [[ $now == "ready "*" heard" ]]; then
             [ -z "$uncordon" ] || varuna uncordon "$name" >/dev/null
             printf '%s: ready\n' "$name"
             return 0

@@ -110,6 +110,10 @@ folder = pathlib.Path(__file__).parent
 vm = json.loads((folder / "vm.json").read_text())
 with (folder / "log").open("a") as log:
     if sys.argv[1] == "vms":
+        vm["asked"] = vm.get("asked", 0) + 1
+        if vm["asked"] in vm.get("unanswered", []):
+            (folder / "vm.json").write_text(json.dumps(vm))
+            sys.exit("varuna: the manager does not answer")
         print(json.dumps([vm]))
         if vm["state"] == "draining" and vm["workers"]:
             vm["workers"].pop()
@@ -129,14 +133,14 @@ esac
 """
 
 
-@pytest.mark.parametrize("cordoned_at", [None, "yesterday"])
-def test_an_upgrade_drains_the_host_and_leaves_its_cordon_as_it_was(tmp_path: Path, cordoned_at: str | None) -> None:
+def upgrade(tmp_path: Path, **state: object) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Upgrade a host with two workers; returns also what was done to it. `state`: more of its VM."""
     (tmp_path / "bin").mkdir()
     folder = tmp_path / "bin"
     for name, text in (("varuna", VARUNA), ("ssh", SSH.replace("{folder}", str(folder)))):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    vm = {"id": "one", "state": "ready", "workers": [1, 2], "last_heard_s": 0.1, "cordoned_at": cordoned_at}
+    vm = {"id": "one", "state": "ready", "workers": [1, 2], "last_heard_s": 0.1, **state}
     (folder / "vm.json").write_text(json.dumps(vm))
     (tmp_path / "hosts.txt").write_text("one me@nowhere\n")
     (tmp_path / "varuna_spot-1.whl").write_text("")
@@ -149,10 +153,26 @@ def test_an_upgrade_drains_the_host_and_leaves_its_cordon_as_it_was(tmp_path: Pa
         check=False,
         timeout=DEADLINE_S,
     )
+    log = folder / "log"
+    return answer, log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.mark.parametrize("unanswered", [(), (2, 3), (5,)])
+@pytest.mark.parametrize("cordoned_at", [None, "yesterday"])
+def test_an_upgrade_drains_the_host_and_leaves_its_cordon_as_it_was(
+    tmp_path: Path, cordoned_at: str | None, unanswered: tuple[int, ...]
+) -> None:
+    """`unanswered`: which of its questions the manager does not answer."""
+    answer, log = upgrade(tmp_path, cordoned_at=cordoned_at, unanswered=unanswered)
     assert answer.returncode == 0, answer.stderr
-    log = (folder / "log").read_text().splitlines()
     expected = ["setup start=none", "drain one --deadline 30 2", "setup start=systemd"]
     assert log == [*expected, *(["uncordon one 0"] if cordoned_at is None else [])]
+
+
+def test_a_host_whose_jobs_nobody_knows_is_left_as_it_is(tmp_path: Path) -> None:
+    answer, log = upgrade(tmp_path, unanswered=[1])
+    assert (answer.returncode, log) == (1, [])
+    assert answer.stderr.splitlines()[-1] == "one: it is left as it is: the manager does not answer"
 
 
 def test_a_host_gets_the_wheel_a_token_of_its_own_and_the_unit(
