@@ -35,6 +35,7 @@ from varuna_agent.workers.isolation import JobUser, hide_this_process, keep_priv
 from varuna_agent.workers.memory_files import MemoryFiles, choose_limit
 from varuna_agent.workers.worker_starter import WorkerHost
 from varuna_proto import spans
+from varuna_proto.environment import PROGRAM_VARIABLE
 from varuna_proto.names import clean_gpu_type
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"varuna agent: {error}\n")
         return EXIT_USAGE
     hide_this_process()
-    notify_socket = os.environ.pop("NOTIFY_SOCKET", "")  # not for workers
+    # Neither is for workers.
+    program, notify_socket = os.environ.pop(PROGRAM_VARIABLE, ""), os.environ.pop("NOTIFY_SOCKET", "")
     files = MemoryFiles(choose_limit(settings.memory_part), notify_socket)
     memory = AgentMemory(files, files.adopt_files(os.environ))
     try:
@@ -73,19 +75,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         os.close(lock)
     if end.is_replaced and end.code == 0:
-        _replace_process(files, notify_socket)
+        _replace_process(files, notify_socket, program)
     files.leave_to_store()
     return end.code
 
 
-def _replace_process(files: MemoryFiles, notify_socket: str) -> NoReturn:
-    """Start the agent that is installed now, in this process and with its arguments; it has the memory files."""
+def _replace_process(files: MemoryFiles, notify_socket: str, program: str) -> NoReturn:
+    """Start the agent that is installed now, in this process and with its arguments; it has the memory files.
+
+    `program`: the path of `varuna` by which this one was started; empty: it was not. It may lead to another version
+    now, with an interpreter of its own.
+    """
     _log.info("the agent starts again in this process", version=_read_version())
     files.leave_to_successor(os.environ)
     if notify_socket:
         os.environ["NOTIFY_SOCKET"] = notify_socket
     sys.stdout.flush()
     sys.stderr.flush()
+    if os.access(program, os.X_OK):
+        os.execv(program, [program, "agent", *sys.argv[1:]])
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -29,6 +29,7 @@ from varuna_client.planning.profile_run import run as run_profile
 from varuna_client.planning.profile_run import schema as profile_schema
 from varuna_client.planning.profiles import profile_app
 from varuna_client.planning.simulate import simulate
+from varuna_proto.environment import PROGRAM_VARIABLE
 
 app = typer.Typer(
     help="Train PyTorch models too large for one GPU on spot VMs.",
@@ -87,6 +88,7 @@ def manager(context: typer.Context) -> None:
 @app.command(context_settings=PASS_ON)
 def agent(context: typer.Context) -> None:
     """Run the agent of a VM (its own options: varuna agent --help)."""
+    os.environ[PROGRAM_VARIABLE] = str(Path(sys.argv[0]).absolute())
     _become("varuna_agent.main", context.args)
 
 

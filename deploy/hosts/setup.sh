@@ -32,9 +32,12 @@ current=$(readlink "$opt/varuna" || true)
 # An upgrade runs this twice: the second time the link is at this version already.
 if [ "$current" != "$folder" ]; then printf '%s\n' "$current" >"$folder/previous"; fi
 previous=$(cat "$folder/previous" 2>/dev/null || true)
+running=$(cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' || true)
 ln -sfn "$folder" "$opt/varuna.new"
 mv -T "$opt/varuna.new" "$opt/varuna"
 for old in "$opt"/varuna-*; do
+    # Installed twice without a start, the agent still runs from a version before the previous one.
+    case $running in *"$old/bin/"*) continue ;; esac
     if [ "$old" != "$folder" ] && [ "$old" != "$previous" ]; then rm -rf "$old"; fi
 done
 

@@ -20,6 +20,9 @@ EXIT_GENERATION_ENDED = 75
 EXIT_PEER_LOST = 76
 """The worker left because another rank of its generation was gone."""
 
+PROGRAM_VARIABLE = "VARUNA_PROGRAM"
+"""Not in a worker's environment, but in its agent's: the path of `varuna` by which it was started."""
+
 
 _READ_EARLY = re.compile(
     "|".join(

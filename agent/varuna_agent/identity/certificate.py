@@ -29,7 +29,7 @@ from cryptography.x509.oid import NameOID
 
 from varuna_agent.errors import JoinError
 from varuna_agent.link.backoff import Backoff
-from varuna_agent.link.channels import open_channel
+from varuna_agent.link.channels import open_channel, raise_if_cancelled
 from varuna_proto.v1 import identity_pb2, identity_pb2_grpc
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -139,6 +139,7 @@ class AgentIdentity:
                 renewed = replace(self.certificate, key_pem=_key_pem(key), certificate_pem=answer.certificate_pem)
                 until = renewed.not_after.isoformat()
             except grpc.aio.AioRpcError as error:
+                raise_if_cancelled()
                 reasons.append(f"{manager}: {error.code().name}: {error.details()}")
                 continue
             except ValueError as error:
@@ -177,8 +178,9 @@ async def open_identity(
 ) -> AgentIdentity | None:
     """The identity saved in `folder`, or a new one by joining; None: there is neither an identity nor a token.
 
-    It joins again with a token that is not the one of its certificate. If that is refused, a certificate that is still valid stays
-    in use: the token may be one that only new VMs can join with. Waits for an unreachable manager. Raises JoinError.
+    It joins again with a token that is not the one of its certificate. If that is refused, a certificate that is still
+    valid stays in use: the token may be one that only new VMs can join with. Waits for an unreachable manager. Raises
+    JoinError.
 
     Args:
         urls: the URLs of the managers' REST APIs.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import grpc.aio
 
@@ -18,3 +20,13 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> g
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+
+
+def raise_if_cancelled() -> None:
+    """Raise asyncio.CancelledError in a task that is being cancelled.
+
+    To be called when a call has failed: grpc.aio swallows a cancellation while it connects, and the task would go on.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

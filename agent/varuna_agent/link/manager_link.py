@@ -14,7 +14,7 @@ import structlog
 
 from varuna_agent.folders.workdirs import WorkdirError
 from varuna_agent.link.backoff import Backoff
-from varuna_agent.link.channels import open_channel
+from varuna_agent.link.channels import open_channel, raise_if_cancelled
 from varuna_proto.names import is_plain
 from varuna_proto.v1 import agent_pb2, agent_pb2_grpc
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # an agent without TLS starts sooner
 __all__ = ["Backoff", "ManagerLink", "ManagerListener"]
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+_CHUNK_LIMIT_S = 30.0
+"""How long a manager may send nothing of an archive. That its host is gone, TCP notices after a quarter of an hour."""
 
 _Stream = grpc.aio.StreamStreamCall[agent_pb2.AgentMessage, agent_pb2.ManagerMessage]
 
@@ -82,9 +85,18 @@ class ManagerLink:
         try:
             async with self._channel(self._addresses[self._next]) as channel:
                 stub: agent_pb2_grpc.AgentServiceAsyncStub = agent_pb2_grpc.AgentServiceStub(channel)
-                async for chunk in stub.FetchArchive(agent_pb2.ArchiveRequest(vm_id=vm_id, sha256=sha256)):
+                chunks = aiter(stub.FetchArchive(agent_pb2.ArchiveRequest(vm_id=vm_id, sha256=sha256)))
+                while True:
+                    async with asyncio.timeout(_CHUNK_LIMIT_S):
+                        chunk = await anext(chunks, None)
+                    if chunk is None:
+                        return
                     yield chunk.data
+        except TimeoutError as error:
+            reason = f"nothing came for {_CHUNK_LIMIT_S:g} s"
+            raise WorkdirError(f"archive {sha256[:12]} does not come from the manager: {reason}") from error
         except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
             reason = f"{error.code().name}: {error.details()}"
             raise WorkdirError(f"archive {sha256[:12]} does not come from the manager: {reason}") from error
 
@@ -105,6 +117,7 @@ class ManagerLink:
             address = self._addresses[self._next]
             began = time.monotonic()
             reason = await self._hold_stream(address)
+            raise_if_cancelled()
             # Not at the Welcome: a whole fleet must not dial ten times a second a manager that welcomes agents and then
             # drops them, because its disk is full.
             if time.monotonic() - began >= self._backoff.most_s:

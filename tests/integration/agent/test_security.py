@@ -23,7 +23,9 @@ from structlog.testing import capture_logs
 from agent_world import FakeManager, StandbyManager
 from secure_world import SecureManager
 from varuna_agent.errors import JoinError
+from varuna_agent.folders.workdirs import WorkdirError
 from varuna_agent.identity.certificate import AgentIdentity, JoinToken, VmCertificate, open_identity
+from varuna_agent.link import manager_link
 from varuna_agent.link.backoff import Backoff
 from varuna_agent.link.manager_link import ManagerLink
 from varuna_manager.access.authority import AgentSubject, open_authority
@@ -248,6 +250,45 @@ async def test_a_standby_and_a_dead_manager_are_passed_over_at_once() -> None:
             await wait_for_news(listener, welcomes=1)
     assert len(listener.reasons) >= 2
     assert "not the leader" in listener.reasons[0]
+
+
+async def test_a_link_ends_though_its_stream_swallows_the_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc.aio raises AioRpcError in place of it where a connection fails just then: at 3 of 300 moments, measured."""
+
+    async def read(self: ManagerLink, call: object) -> str:
+        if self is listener.link and not listener.reasons:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        return "UNAVAILABLE"
+
+    monkeypatch.setattr(ManagerLink, "_read", read)
+    listener = ManagerLinkListener()
+    listener.link = ManagerLink("127.0.0.1:1", Backoff(0.01, 0.01, random.Random(1)), listener)
+    running = asyncio.create_task(listener.link.run())
+    await asyncio.sleep(0)
+    running.cancel()
+    _, pending = await asyncio.wait([running], timeout=DEADLINE_S)
+    assert not pending
+    assert running.cancelled()
+
+
+class SilentManager(FakeManager):
+    """Sends one chunk of an archive."""
+
+    async def FetchArchive(self, request: pb.ArchiveRequest, context: object) -> AsyncIterator[pb.ArchiveChunk]:  # noqa: N802
+        yield pb.ArchiveChunk(data=b"first")
+        await asyncio.Event().wait()
+
+
+async def test_an_archive_that_does_not_come_further_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_link, "_CHUNK_LIMIT_S", 0.5)
+    async with serving(SilentManager()) as silent:
+        link = ManagerLink(silent, Backoff(1, 1, random.Random(1)), ManagerLinkListener())
+        chunks = link.fetch_archive(VM, "0" * 64)
+        assert await anext(chunks) == b"first"
+        with pytest.raises(WorkdirError, match="nothing came for"):
+            async with asyncio.timeout(DEADLINE_S):
+                await anext(chunks)
 
 
 async def test_a_round_without_a_leader_ends_with_a_wait() -> None:

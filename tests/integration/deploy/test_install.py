@@ -208,12 +208,31 @@ def test_a_host_gets_the_wheel_a_token_of_its_own_and_the_unit(
     other = tmp_path / "newer"
     other.mkdir()
     (other / wheel.name).write_bytes(wheel.read_bytes())
-    (other / "constraints.txt").write_text("# another version of what it needs\n")
-    newer = hashlib.sha256(wheel.read_bytes() + (other / "constraints.txt").read_bytes()).hexdigest()[:12]
-    shutil.copytree(version, prefix / "opt" / f"varuna-{newer}", symlinks=True)  # as if it were installed: that is slow
-    for _ in range(2):  # as an upgrade does it
+
+    def install_copy(constraints: str) -> str:
+        (other / "constraints.txt").write_text(constraints)
+        found = hashlib.sha256(wheel.read_bytes() + constraints.encode()).hexdigest()[:12]
+        copied = prefix / "opt" / f"varuna-{found}"
+        if not copied.exists():
+            shutil.copytree(version, copied, symlinks=True)  # as if it were installed: that is slow
         again = install(*options, "--wheel", str(other / wheel.name), str(inventory), manager=secure)
         assert again.returncode == 0, again.stdout + again.stderr
+        return found
+
+    for _ in range(2):  # as an upgrade does it
+        newer = install_copy("# another version of what it needs\n")
     assert (prefix / "opt" / "varuna").resolve().name == f"varuna-{newer}"
     assert (version / "bin" / "varuna").exists(), "the version before stays: workers may still run on it"
     assert (etc / "join-token").read_text() == token, "a host that has joined needs no other token"
+
+    # Not started since, so that an agent of the first version still runs: it has to find all its files.
+    agent = subprocess.Popen([str(version / "bin" / "python"), "-c", "import time; time.sleep(1000)"])
+    try:
+        install_copy("# a third one\n")
+        assert (version / "bin" / "varuna").exists()
+        assert (prefix / "opt" / f"varuna-{newer}").exists(), "the previous version"
+    finally:
+        agent.kill()
+        agent.wait()
+    install_copy("# a third one\n")
+    assert not version.exists()
