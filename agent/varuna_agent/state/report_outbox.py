@@ -27,7 +27,7 @@ class ReportOutbox:
     Args:
         window: steps go into no new report while this many reports are unacknowledged.
         max_waiting_steps: beyond this, the outbox drops every second step of the older half (their losses are a curve).
-        max_waiting_values: the same for the values that scripts have logged.
+        max_waiting_values: the same for the values that scripts have logged, of each name.
     """
 
     def __init__(self, *, window: int = 64, max_waiting_steps: int = 20_000, max_waiting_values: int = 5_000) -> None:
@@ -78,7 +78,7 @@ class ReportOutbox:
         values[value.name, value.step] = value if known is None or value.rank <= known.rank else known
         if len(values) > self._max_waiting_values:
             older = list(values)[: len(values) // 2]
-            for dropped in older[1::2]:
+            for dropped in _every_second_of_each_name(older) or older[1::2]:
                 del values[dropped]
 
     def take_steps(self, *, even_if_full: bool = False) -> tuple[agent_pb2.Report, ...]:
@@ -106,6 +106,14 @@ class ReportOutbox:
     def discard_through(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0].number <= number:
             self._unacknowledged.popleft()
+
+
+def _every_second_of_each_name(keys: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """By name and step. A script logs its names in turn: every second of all keys would be all of some names."""
+    by_name: dict[str, list[tuple[str, int]]] = {}
+    for key in keys:
+        by_name.setdefault(key[0], []).append(key)
+    return [key for of_name in by_name.values() for key in of_name[1::2]]
 
 
 def _split(items: Iterable[Item]) -> Iterator[list[Item]]:

@@ -82,6 +82,29 @@ def test_the_values_that_wait_are_bounded_and_the_newest_stay() -> None:
     assert steps[-3:] == [997, 998, 999]
 
 
+@pytest.mark.parametrize("names", [2, 3, 8])
+def test_each_name_loses_as_many_of_the_values_that_wait(names: int) -> None:
+    outbox = ReportOutbox(max_waiting_values=50 * names)
+    for step in range(500):
+        for name in range(names):
+            outbox.add_value("job", 1, logged(step, 0.5, f"n{name}"))
+    (report,) = outbox.take_steps()
+    steps: dict[str, list[int]] = {f"n{name}": [] for name in range(names)}
+    for one in report.values_logged.values:
+        steps[one.name].append(one.step)
+    assert {tuple(kept[:1] + kept[-1:]) for kept in steps.values()} == {(0, 499)}
+    counts = [len(kept) for kept in steps.values()]
+    assert max(counts) - min(counts) <= 10
+
+
+def test_more_names_than_can_wait_are_bounded_too() -> None:
+    outbox = ReportOutbox(max_waiting_values=10)
+    for number in range(1000):
+        outbox.add_value("job", 1, logged(1, 0.5, f"n{number}"))
+    (report,) = outbox.take_steps()
+    assert len(report.values_logged.values) <= 10
+
+
 def test_what_waited_for_long_goes_into_reports_that_the_manager_takes() -> None:
     outbox = ReportOutbox()
     for step in range(1, 20_001):
