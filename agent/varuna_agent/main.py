@@ -30,6 +30,7 @@ from varuna_agent.observability.rank_spans import RankSpans
 from varuna_agent.runner import AgentMemory, AgentRunner
 from varuna_agent.settings import NOTICE_SOURCES, AgentSettings
 from varuna_agent.state import Identity
+from varuna_agent.threads import open_thread_pool
 from varuna_agent.workers.control_groups import JobGroups, NoGroupsError
 from varuna_agent.workers.isolation import JobUser, hide_this_process, keep_private
 from varuna_agent.workers.memory_files import MemoryFiles, choose_limit
@@ -228,6 +229,7 @@ async def _run(
 ) -> _RunEnd:
     """`keeps_memory`: the memory files outlive an agent that a signal ends."""
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(open_thread_pool())
     if isinstance(notice_source, SlurmNotices):  # before all that takes long: nobody else handles the signal
         loop.add_signal_handler(signal.SIGUSR1, notice_source.announce_end)
     manager_identity = await _open_identity(settings) if settings.is_certified else None

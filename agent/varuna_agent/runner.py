@@ -372,13 +372,19 @@ class AgentRunner:
 
     async def _sample_usage(self) -> None:
         """Measure how busy the machine is; the next heartbeat sends it."""
-        try:
-            machine = await asyncio.to_thread(MachineUsage)
-            while True:
+        machine: MachineUsage | None = None
+        last_error = ""
+        while True:
+            try:
+                if machine is None:
+                    machine = await asyncio.to_thread(MachineUsage)
                 await asyncio.sleep(SAMPLE_S)
                 self._usage = await asyncio.to_thread(machine.take_sample)
-        except Exception as error:  # whatever this system does not tell, the agent goes on
-            _log.warning("the machine's usage cannot be measured", error=str(error))
+            except Exception as error:  # whatever this system does not tell, the agent goes on
+                if str(error) != last_error:
+                    _log.warning("the machine's usage cannot be measured", error=str(error))
+                last_error = str(error)
+                await asyncio.sleep(SAMPLE_S)
 
     async def _keep_logs_small(self) -> None:
         sizes = LogSizes(each_bytes=self._settings.log_bytes, old_bytes=self._settings.old_logs_bytes)
