@@ -7,7 +7,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+
+import httpx
 
 from varuna_client.errors import UserError
 from varuna_client.rest.client import DEFAULT_URL
@@ -73,9 +74,18 @@ def find_config(flags: Mapping[str, str | None] | None = None) -> ClientConfig:
 
 def _check_url(url: ClientSetting) -> None:
     """Raises UserError."""
-    parts = urlsplit(url.value or "")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    if not _is_address(url.value or ""):
         raise UserError(f"{url.value!r} is not an address ({url.origin}): use http://HOST:PORT, such as {DEFAULT_URL}")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = httpx.URL(url)
+        parts.host.encode("idna")
+    except (httpx.InvalidURL, ValueError):
+        return False
+    is_whole = bool(parts.host) and (parts.port or 0) < 2**16 and not any(sign.isspace() for sign in url)
+    return parts.scheme in ("http", "https") and is_whole
 
 
 def _check_token(token: ClientSetting) -> None:

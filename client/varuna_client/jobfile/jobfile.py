@@ -154,7 +154,7 @@ def _parse_yaml(path: Path, text: str) -> tuple[yaml.MappingNode, Mapping[str, A
         raise JobFileError(
             path, [JobFileProblem(line, "", f"not valid YAML: {error.problem or error.context}")]
         ) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise JobFileError(path, [JobFileProblem(1, "", f"not valid YAML: {' '.join(str(error).split())}")]) from error
     if not isinstance(node, yaml.MappingNode) or not isinstance(document, dict):
         expected = "expected 'key: value' lines with at least run and global_batch"

@@ -77,5 +77,5 @@ def _parse_value(path: tuple[str, ...], text: str) -> Any:
         return None if text == "null" and may_be_null(path) else text
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"--set {'.'.join(path)}={text}: {text!r} is not a YAML value: quote it") from None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -19,6 +21,10 @@ from varuna_client.errors import UserError
 MOST_BYTES = 256 * 1024 * 1024
 """The largest archive that the manager accepts."""
 _MOST_UNPACKED_BYTES = 4 * 1024**3
+_MOST_MEMBERS = 250_000
+_MOST_NAME_BYTES = 1024
+_MOST_DEPTH = 64
+"""These four as agents unpack (`varuna_agent.folders.unpack`), which would refuse the archive on each VM."""
 _IGNORE_FILES = (".gitignore", ".varunaignore")
 _ALWAYS_IGNORED = GitIgnoreSpec.from_lines([".git/", "__pycache__/", ".venv/"])
 _LARGEST_SHOWN = 3
@@ -49,12 +55,13 @@ def pack(folder: Path, out: IO[bytes]) -> Packed:
             "move the manager's --data-dir"
         )
     left_out: list[str] = []
-    entries = list(_list_entries(folder, left_out))
-    sizes = {path: path.stat().st_size for path in entries if path.is_file() and not path.is_symlink()}
-    if sum(sizes.values()) > _MOST_UNPACKED_BYTES:
-        raise UserError(_describe_excess(folder, sizes, sum(sizes.values()), _MOST_UNPACKED_BYTES))
     digest = _HashingWriter(out)
     try:
+        entries = list(_list_entries(folder, left_out))
+        sizes = {path: path.stat().st_size for path in entries if path.is_file() and not path.is_symlink()}
+        if sum(sizes.values()) > _MOST_UNPACKED_BYTES:
+            raise UserError(_describe_excess(folder, sizes, sum(sizes.values()), _MOST_UNPACKED_BYTES))
+        _check_names(folder, entries)
         with (
             # gzip's header gets no name and no time; `_add_entry` sets the times and owners of the files.
             gzip.GzipFile(filename="", mode="wb", fileobj=digest, mtime=0, compresslevel=6) as packed,
@@ -63,7 +70,9 @@ def pack(folder: Path, out: IO[bytes]) -> Packed:
             for path in entries:
                 _add_entry(archive, folder, path)
     except OSError as error:
-        raise UserError(f"workdir {folder}: cannot pack {error.filename or folder}: {error.strerror}") from error
+        # Without `strerror`: a file has become shorter while it was read.
+        reason = error.strerror or f"{error}: it changes"
+        raise UserError(f"workdir {folder}: cannot pack {error.filename or folder}: {reason}") from error
     if digest.total_bytes > MOST_BYTES:
         raise UserError(_describe_excess(folder, sizes, digest.total_bytes, MOST_BYTES))
     return Packed(digest.hexdigest(), digest.total_bytes, len(sizes), tuple(left_out))
@@ -76,6 +85,23 @@ def _describe_excess(folder: Path, sizes: dict[Path, int], total: int, most: int
         f"workdir {folder} has {total / 2**20:.0f} MiB, more than {most // 2**20}: name what the job does not need in "
         f".varunaignore, and read data from a URL (largest: {named})"
     )
+
+
+def _check_names(folder: Path, entries: Sequence[Path]) -> None:
+    """Raises UserError for what no agent unpacks."""
+    if len(entries) > _MOST_MEMBERS:
+        largest = Counter(path.relative_to(folder).parts[0] for path in entries).most_common(1)[0]
+        raise UserError(
+            f"workdir {folder} has {len(entries)} files and folders, more than {_MOST_MEMBERS}: name what the job does "
+            f"not need in .varunaignore, and read data from a URL (most are in {largest[0]})"
+        )
+    for path in entries:
+        name = path.relative_to(folder)
+        if len(os.fsencode(name)) > _MOST_NAME_BYTES or len(name.parts) > _MOST_DEPTH:
+            raise UserError(
+                f"workdir {folder}: {str(name)[:80]}... is too long or too deep: names may have {_MOST_NAME_BYTES} "
+                f"bytes and {_MOST_DEPTH} folders; name it in .varunaignore, or shorten it"
+            )
 
 
 def _add_entry(archive: tarfile.TarFile, folder: Path, path: Path) -> None:
@@ -140,6 +166,8 @@ def _find_obstacle(path: Path) -> str | None:
     mode = path.lstat().st_mode
     if stat.S_ISDIR(mode):
         return "a manager's data directory" if _is_manager_data(path) else None
+    if stat.S_ISLNK(mode) and _is_circular(path):
+        return "a link that leads to itself"
     for is_kind, kind in (
         (stat.S_ISSOCK, "a socket"),
         (stat.S_ISFIFO, "a pipe"),
@@ -149,6 +177,14 @@ def _find_obstacle(path: Path) -> str | None:
         if is_kind(mode):
             return kind
     return None
+
+
+def _is_circular(link: Path) -> bool:
+    try:
+        link.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _is_manager_data(folder: Path) -> bool:
@@ -169,7 +205,21 @@ def _is_ignored(path: Path, rules: list[tuple[Path, GitIgnoreSpec]], *, is_folde
 
 def _load_ignore_spec(folder: Path) -> GitIgnoreSpec | None:
     lines = [line for name in _IGNORE_FILES if (folder / name).is_file() for line in _read_lines(folder / name)]
-    return GitIgnoreSpec.from_lines(lines) if lines else None
+    if not lines:
+        return None
+    try:
+        return GitIgnoreSpec.from_lines(lines)
+    except ValueError:
+        return GitIgnoreSpec.from_lines([line for line in lines if _is_pattern(line)])
+
+
+def _is_pattern(line: str) -> bool:
+    """As for git, a malformed pattern names no file."""
+    try:
+        GitIgnoreSpec.from_lines([line])
+    except ValueError:
+        return False
+    return True
 
 
 def _read_lines(path: Path) -> list[str]:

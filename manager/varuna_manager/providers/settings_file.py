@@ -24,7 +24,7 @@ def read_settings_file(path: Path, model: type[ModelT]) -> ModelT:
         raise ValueError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not {kind}: it is no text in UTF-8") from error
-    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path}: expected a mapping with {_list_fields(model)}")

@@ -47,12 +47,12 @@ def read_hosts(path: Path) -> tuple[StaticHost, ...]:
         raise ValueError(f"list of hosts {path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"list of hosts {path} is no text in UTF-8: {expected}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"list of hosts {path} is not YAML ({' '.join(str(error).split())}): {expected}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(f"list of hosts {path}, {place}: {first['msg']}: {expected}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"list of hosts {path} is not YAML ({' '.join(str(error).split())}): {expected}") from error
     names = [host.name for host in document.hosts]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:

@@ -75,11 +75,26 @@ def test_a_wrong_file_is_named(text: str, file: Path) -> None:
         find_config()
 
 
-@pytest.mark.parametrize("url", ["manager:8750", "127.0.0.1", "ftp://manager", "http://"])
-def test_an_address_without_scheme_or_host_is_named_with_its_origin(url: str, file: Path) -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("manager:8750", "127.0.0.1", "ftp://manager", "http://", "http://manager:87S0", "http://manager:99999"),
+        *("http://[::1:8750", "http://a..b:8750", f"http://{'a' * 64}:8750", "http://a b"),
+    ],
+)
+def test_what_is_no_address_is_named_with_its_origin(url: str, file: Path) -> None:
     file.write_text(f'manager_url = "{url}"\n')
-    with pytest.raises(UserError, match=rf"'{url}' is not an address \({file}\): use http://HOST:PORT"):
+    with pytest.raises(UserError) as caught:
         find_config()
+    assert str(caught.value).startswith(f"{url!r} is not an address ({file}): use http://HOST:PORT")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1]:8750", "https://manager", "http://10.0.0.1:8750/", "http://m\u00fcller:1"]
+)
+def test_an_address_may_be_of_any_kind(url: str, file: Path) -> None:
+    file.write_text(f'manager_url = "{url}"\n')
+    assert find_config().manager_url.value == url
 
 
 def test_config_tells_what_holds_and_whence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

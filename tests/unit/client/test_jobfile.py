@@ -54,6 +54,8 @@ def test_a_relative_workdir_counts_from_the_file(tmp_path: Path) -> None:
         ("- a\n- b\n", ":1: expected 'key: value' lines"),
         ("", ":1: expected 'key: value' lines"),
         ("name: x\nrun: [unclosed\n", ":3: not valid YAML: expected ',' or ']'"),
+        (f"{RUNS}name: x\nenv: {{A: 2026-13-45}}\n", ":1: not valid YAML: month must be in 1..12"),
+        ("[" * 5000, ":1: not valid YAML: maximum recursion depth exceeded"),
         (f"{RUNS}name: x\nglobal_bach: 3\n", ":4: global_bach: unknown; did you mean global_batch?"),
         (f"{RUNS}name: x\nzzz: 3\n", ":4: zzz: unknown; the keys are name, workdir, setup, run"),
         (f"{RUNS}name: x\narchive: {'0' * 64}\n", ":4: archive: unknown;"),
@@ -213,6 +215,7 @@ def test_what_the_file_lacks_can_be_given_on_the_command_line(tmp_path: Path) ->
         (["a..b=1"], "--set 'a..b=1': expected KEY=VALUE"),
         (["steps.x=1"], "--set steps.x=1: steps is 10 in the job file, which has no keys"),
         (["steps=["], "--set steps=[: '[' is not a YAML value"),
+        (["steps=2026-13-45"], "--set steps=2026-13-45: '2026-13-45' is not a YAML value"),
     ],
 )
 def test_a_bad_setting_is_named_as_it_was_given(tmp_path: Path, settings: list[str], says: str) -> None:

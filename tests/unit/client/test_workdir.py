@@ -8,10 +8,11 @@ import os
 import socket
 import tarfile
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
 import pytest
 
+from varuna_agent.folders import unpack as unpacking
 from varuna_agent.folders.unpack import unpack
 from varuna_client import UserError
 from varuna_client.jobfile import workdir
@@ -120,6 +121,60 @@ def test_a_workdir_that_is_too_large_names_its_largest_files(tmp_path: Path, mon
     (folder / "weights.bin").write_bytes(os.urandom(3 * 2**20))
     monkeypatch.setattr(workdir, "MOST_BYTES", 2**20)
     with pytest.raises(UserError, match=r"has 3 MiB, more than 1: .*\.varunaignore.*weights\.bin \(3 MiB\)"):
+        packed(folder)
+
+
+def test_what_agents_would_not_unpack_is_said_before_it_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert workdir._MOST_MEMBERS == unpacking.MOST_MEMBERS
+    assert workdir._MOST_UNPACKED_BYTES == unpacking.MOST_UNPACKED_BYTES
+    assert (workdir._MOST_NAME_BYTES, workdir._MOST_DEPTH) == (unpacking.MOST_NAME_BYTES, unpacking.MOST_DEPTH)
+    deep = put(tmp_path / "deep", {"/".join(["d"] * unpacking.MOST_DEPTH) + "/file": "x"})
+    with pytest.raises(UserError, match=r"d/d/d/.* is too long or too deep: names may have 1024 bytes and 64 folders"):
+        packed(deep)
+    monkeypatch.setattr(workdir, "_MOST_MEMBERS", 3)
+    many = put(tmp_path / "many", {"train.py": "x", "images/1": "x", "images/2": "x"})
+    with pytest.raises(UserError, match=r"has 4 files and folders, more than 3: .* \(most are in images\)"):
+        packed(many)
+
+
+def test_a_link_to_itself_stays_and_is_named(tmp_path: Path) -> None:
+    folder = put(tmp_path / "job", {"train.py": "x"})
+    (folder / "again").symlink_to("again")
+    (folder / "there").symlink_to("back")
+    (folder / "back").symlink_to("there")
+    made = pack(folder, io.BytesIO())
+    assert [left.partition(" ")[0] for left in made.left_out] == ["again", "back", "there"]
+    assert "again (a link that leads to itself)" in made.left_out
+
+
+def test_a_malformed_pattern_names_no_file_as_in_git(tmp_path: Path) -> None:
+    folder = put(tmp_path / "job", {".gitignore": "!\n*.log\nname\\\n", "a.log": "x", "name": "x"})
+    assert set(packed(folder)[1]) == {".gitignore", "name"}
+
+
+def test_a_file_that_goes_or_shrinks_while_it_is_packed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = put(tmp_path / "job", {"log": "x" * 100})
+    add = tarfile.TarFile.addfile
+
+    def shrink_first(archive: tarfile.TarFile, info: tarfile.TarInfo, file: IO[bytes] | None = None) -> None:
+        (folder / "log").write_text("")
+        add(archive, info, file)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(tarfile.TarFile, "addfile", shrink_first)
+        with pytest.raises(UserError, match=r"cannot pack .*: unexpected end of data: it changes"):
+            packed(folder)
+
+    def remove_first(path: Path) -> str | None:
+        path.unlink()
+        return None
+
+    monkeypatch.setattr(workdir, "_find_obstacle", remove_first)
+    with pytest.raises(UserError, match=r"cannot pack .*log: No such file or directory"):
         packed(folder)
 
 

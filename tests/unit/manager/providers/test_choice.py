@@ -17,7 +17,7 @@ from varuna_manager.providers.choice import (
     make_provider,
 )
 from varuna_manager.providers.kind import AgentStart, ProviderContext
-from varuna_manager.providers.static import StaticProvider
+from varuna_manager.providers.static import StaticProvider, read_hosts
 from varuna_manager.settings import ManagerSettings
 
 MODULE = """
@@ -136,3 +136,10 @@ def test_no_package_takes_the_place_of_local_and_replay(site: Site, hosts: Path)
 def test_a_choice_without_its_file_is_refused(chosen: str) -> None:
     with pytest.raises(ValueError, match=r"^expected local, replay"):
         check_choice(chosen)
+
+
+def test_a_list_of_hosts_with_values_that_yaml_cannot_make_is_named(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.yaml"
+    hosts.write_text("hosts: [{name: a, gpus: 2026-13-45}]\n")
+    with pytest.raises(ValueError, match=r"^list of hosts .*hosts\.yaml is not YAML \(month must be in 1\.\.12"):
+        read_hosts(hosts)

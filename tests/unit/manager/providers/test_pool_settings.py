@@ -79,3 +79,13 @@ def test_a_mistake_is_told_in_one_line_that_names_the_file(
         check_choice(chosen)
     assert str(raised.value).startswith(str(fleet))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["pools: 2026-13-45\n", "[" * 5000])
+def test_values_that_yaml_cannot_make_are_told_in_one_line_too(fleet: Path, text: str) -> None:
+    chosen = write(fleet, POOL)
+    fleet.write_text(text)
+    with pytest.raises(ValueError, match="not YAML: ") as raised:
+        check_choice(chosen)
+    assert str(raised.value).startswith(str(fleet))
+    assert "\n" not in str(raised.value)
