@@ -59,6 +59,9 @@ SCRIPT = """
     for step, batch in Batches(data, first_step=model.resume() + 1, last_step=100_000):
         rates = [group["lr"] for group in optimizer.param_groups]
         assert abs(rates[0] - 1e-4 * 0.999 ** (step - 1)) < 1e-9, (step, rates)
+        while (here / "pause").exists() and step == int((here / "pause").read_text()):
+            (here / f"paused{os.environ['RANK']}").touch()
+            time.sleep(0.02)
         model.step(batch)
         schedule.step()
         fails = here / f"fails{os.environ['RANK']}"
@@ -145,3 +148,26 @@ def test_an_agent_that_starts_again_has_the_memory_of_its_workers(managed: Manag
     os.kill(pid, signal.SIGUSR2)
     check_goes_on(managed, job, first)
     assert next(vm["ref"]["pid"] for vm in client.vms() if vm["id"] == vm_id) == pid, "in the same process"
+
+
+@pytest.mark.slow
+def test_agents_that_are_replaced_one_after_the_other_lose_no_step(managed: Managed) -> None:
+    """Each has the only state of a stage. The second one's process waits for the job's next generation by then, or
+    gives its state to it already."""
+    job, client = submit(managed), managed.client
+    first = wait_until(lambda: find_training(client, job, 0, steps=5), "five steps")
+    (managed.folder / "pause").write_text(str(first["last_step"] + 10))  # no rank is in an agreement then
+    wait_until(lambda: all((managed.folder / f"paused{rank}").exists() for rank in range(2)), "both ranks' pauses")
+    pids = {vm["id"]: vm["ref"]["pid"] for vm in client.vms()}
+    vm_id = first["placement"][1]["vm_id"]
+    os.kill(pids[vm_id], signal.SIGUSR2)
+    agent_log = managed.folder / "manager" / "vms" / vm_id / "agent.log"
+    wait_until(lambda: "the agent got SIGUSR2" in agent_log.read_text(), "the signal")
+    (managed.folder / "pause").rename(managed.folder / "paused")
+    wait_until(
+        lambda: any(one["ended_at"] for one in client.generations(job) if one["number"] == first["number"]),
+        "the end of the generation",
+    )
+    os.kill(pids[first["placement"][0]["vm_id"]], signal.SIGUSR2)
+    check_goes_on(managed, job, first)
+    assert {vm["id"]: vm["ref"]["pid"] for vm in client.vms()} == pids, "in the same processes"

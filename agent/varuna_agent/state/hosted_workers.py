@@ -267,7 +267,7 @@ class HostedWorkers:
 
     def keep_no_survivors(self, reason: str, now: float, *, store: bool = False) -> Iterator[Instruction]:
         """End all survivors and newcomers; no process stays from now on, and one that was to leave with its state
-        saves it. `store`: survivors that wait first put theirs into memory that outlives the agent."""
+        saves it. `store`: survivors first put theirs into memory that outlives the agent."""
         yield from self._newcomers.kill_newcomers(lambda newcomer: True, reason)
         self._survivors.are_kept = False
         yield from self._save_unkept(reason, now)

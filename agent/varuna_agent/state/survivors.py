@@ -6,6 +6,7 @@ processes of that generation:
     WAITING ──assign──> the worker of a rank (`hosted_worker.py`)
        ├──ask──> ASKED ──answer──> GIVING ──ask, by a newer generation──> ASKED
        └──its time is over──> STORING, in memory that outlives it (`kept_memories.py`)
+    WAITING, ASKED, GIVING ──another process of the agent follows──> STORING
     any ──kill──> KILLED               any ──its process ends──> forgotten
 """
 
@@ -206,9 +207,9 @@ class Survivors:
                 yield KillWorker(survivor.key, reason)
 
     def end_and_store(self, reason: str, now: float) -> Iterator[KillWorker | SendStore]:
-        """End all; those that wait first put their state into memory."""
+        """End all, but first let them put their state into memory, also those that were giving it."""
         for survivor in self.all:
-            if survivor.phase is SurvivorPhase.WAITING and self._store_s:
+            if not survivor.is_killed and survivor.phase is not SurvivorPhase.STORING and self._store_s:
                 yield self._store_state(survivor, now)
         yield from self.kill_survivors(lambda survivor: survivor.phase is not SurvivorPhase.STORING, reason)
 

@@ -18,6 +18,7 @@ from varuna_agent.state import events as ev
 from varuna_agent.state import instructions as ins
 from varuna_agent.workers.memory_files import KeptFile, MemoryFiles, NoRoomError
 from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.v1 import worker_pb2
 
 KEEP_S = 50.0
 TIMINGS = replace(QUIET, keep_memory_s=KEEP_S)
@@ -124,6 +125,20 @@ def test_a_process_that_waits_for_its_job_leaves_its_state_to_the_agents_next_pr
     assert freed(instructions) == []
     assert len(of(ins.ExitAgent, instructions)) == 1
     assert kept(vm) == ([key(1)] if keeps_memory else [])
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_a_process_that_gives_its_state_leaves_it_there_too(has_answered: bool) -> None:
+    """The generation that was to take it may have ended with this agent."""
+    vm = training()
+    leave(vm, key(1))
+    vm.receive_message(launch=launch(2, ranks=(0,), holders=[1], holders_generation=1, secret="later"))
+    if has_answered:
+        vm.receive_worker_message(key(1), giving_state=worker_pb2.GivingState(host_bytes=1))
+    instructions = vm.handle(ev.TerminationRequested("SIGUSR2", keeps_memory=True))
+    assert of(ins.SendStore, instructions) == [ins.SendStore(key(1))]
+    assert vm.state.may_store(key(1), "5ec3e7")
+    assert killed(vm.tick(at=140.0)) == [key(1)], "it has not left it in time"
 
 
 # ---------------------------------------------------------------- taking and freeing

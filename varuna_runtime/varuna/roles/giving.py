@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import structlog
 
@@ -15,10 +14,10 @@ from varuna.distributed.departure import end_process
 from varuna.holdings.giving import HolderSession
 from varuna.holdings.inventory import HeldFiles, free_device_memory, make_inventory
 from varuna.holdings.memory_files import MemoryRefusedError, store_in_memory
-from varuna.worker.agent_link import AgentLink, GiveCommand
+from varuna.worker.agent_link import AgentLink, GiveCommand, StoreCommand
 from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
 
-__all__ = ["end_as_holder", "hold_state", "leave_in_memory"]
+__all__ = ["give_until_taken", "hold_state", "leave_in_memory"]
 
 _log = structlog.get_logger("varuna")
 
@@ -34,7 +33,7 @@ def hold_state(state: TrainingState, step: int, *, own: WorkerEnvironment, publi
     return make_inventory(state, step, generation=own.generation, rank=own.rank, published_as=published_as)
 
 
-def end_as_holder(
+def give_until_taken(
     state: TrainingState,
     step: int,
     *,
@@ -44,9 +43,10 @@ def end_as_holder(
     link: AgentLink,
     held: HeldFiles | None = None,
     copies: Sequence[HeldFiles] = (),
-) -> NoReturn:
+) -> HeldFiles:
     """Gives the state after `step` steps to whatever generation the agent names, until one has taken it. The agent ends
-    a process whose state nobody needs any longer.
+    a process whose state nobody needs any longer. Returns only if the agent is about to end itself: then this process
+    is to leave what it gave in memory.
 
     `own`, `published_as`: as for `hold_state`. `held`: what it gives, if that is not `state`. `copies`: what it keeps
     besides.
@@ -68,6 +68,8 @@ def end_as_holder(
             time.sleep(_RETRY_S)
             continue
         following = link.wait_for_command()  # ranks were lost, and the next generation needs the state
+        if isinstance(following, StoreCommand):
+            return given
         if not isinstance(following, GiveCommand):
             end_process(EXIT_GENERATION_ENDED)
         else:
@@ -84,7 +86,7 @@ def leave_in_memory(
 ) -> None:
     """Puts the state after `step` steps into memory that the agent keeps. Never raises: the process ends in any case.
 
-    `own`, `published_as`, `held`: as for `end_as_holder`; the second is of the present rank, with the secret.
+    `own`, `published_as`, `held`: as for `give_until_taken`; the second is of the present rank, with the secret.
     """
     began_s = time.monotonic()
     try:

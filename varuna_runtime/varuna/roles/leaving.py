@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import structlog
 
-from varuna.checkpoint import CheckpointError
+from varuna.checkpoint import CheckpointError, TrainingState
 from varuna.copies.parting import Parting
 from varuna.copies.share_marks import ShareMark
 from varuna.diagnostics.error_text import first_line
@@ -20,7 +20,7 @@ from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
 from varuna.holdings.inventory import HeldFiles
 from varuna.roles.early_end import AgreedEnd
 from varuna.roles.failing import are_finite
-from varuna.roles.giving import end_as_holder, hold_state, leave_in_memory
+from varuna.roles.giving import give_until_taken, hold_state, leave_in_memory
 from varuna.roles.kept_shares import KeptShare
 from varuna.roles.reshaping import can_hold_state, describe_script_obstacle, may_end_step
 from varuna.roles.training_parts import TrainingParts
@@ -234,16 +234,17 @@ class StateHolder:
     def _give(self, command: GiveCommand | StoreCommand, step: int, held: HeldFiles | None) -> None:
         """`held`: what it gives; None: the state."""
         state, worker = self._parts.checkpoints.training_state(), self._parts.worker
-        if isinstance(command, StoreCommand):
-            leave_in_memory(
-                state,
-                step,
-                own=self._unmoved or worker.environment,
-                published_as=worker.environment,
-                held=held,
-            )
-            end_process(EXIT_GENERATION_ENDED)
-            return
+        if isinstance(command, GiveCommand):
+            given = self._give_until_taken(command, state, step, held)
+            held = held or given
+        own = self._unmoved or worker.environment
+        leave_in_memory(state, step, own=own, published_as=worker.environment, held=held)
+        end_process(EXIT_GENERATION_ENDED)
+
+    def _give_until_taken(
+        self, command: GiveCommand, state: TrainingState, step: int, held: HeldFiles | None
+    ) -> HeldFiles:
+        worker = self._parts.worker
         copies = [copy for copy in self._list_copies() if copy is not held]
         if held is not None and held is self._held and self._has_whole_stage:
             # Who is left may lack some of the stages before, or of the present ones: the others need either.
@@ -255,7 +256,7 @@ class StateHolder:
             else:
                 copies.append(self._publish_apart(held))
                 held = present
-        end_as_holder(
+        return give_until_taken(
             state,
             step,
             own=self._unmoved or worker.environment,
