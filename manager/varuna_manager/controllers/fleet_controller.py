@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from random import Random
+from typing import NamedTuple
 
 import structlog
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from varuna_manager.controllers.provider_call import ProviderCall
 from varuna_manager.controllers.vm_requests import FleetSettings, FleetSize
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import VmRow
@@ -29,6 +31,19 @@ from varuna_manager.world.world import World
 _BROKEN_STREAM_S = 2.0
 """For so long after a stream broke, the provider is queried often: it may need a moment to see that the VM is gone."""
 _BROKEN_STREAM_PERIOD_S = 0.1
+
+
+class _Answer(NamedTuple):
+    """What the provider says of its VMs."""
+
+    known: Collection[str]
+    """The VMs that were in the store before the provider was asked. The answer may be older than others."""
+    vms: Sequence[ProviderVm]
+    notices: Sequence[ProviderNotice]
+    pools_away: frozenset[str]
+    """Pools that do not answer."""
+    trouble: str
+    """Their errors."""
 
 
 class FleetController:
@@ -65,6 +80,7 @@ class FleetController:
             chance=chance or Random(),
             ring=bell.notify_listeners,
         )
+        self._call: ProviderCall[_Answer] = ProviderCall(bell.notify_listeners)
         self._log = structlog.get_logger("varuna.controller").bind(controller=self.name)
         self._going: Sequence[ProviderVm] = ()
         """VMs that the provider is still deleting: gone, but paid for."""
@@ -72,13 +88,11 @@ class FleetController:
         """Why VMs have ended, as the provider said at its last query."""
         self._trouble = ""
         """The provider's error at its last query; empty: it answered."""
-        self._pools_away: frozenset[str] = frozenset()
-        """Pools that did not answer at the last query."""
 
     async def reconcile_once(self) -> float:
-        known = (await self._world.load_view()).vms.keys()
-        answer = await self._ask_provider()
-        changed = await self._take_in(answer, known)
+        known = frozenset((await self._world.load_view()).vms)
+        answer = await self._ask_provider(known)
+        changed = await self._take_in(answer)
         world = await self._world.load_view()
         if await self._note(world.vms, world.vm_views):
             changed = True
@@ -91,15 +105,11 @@ class FleetController:
         hurried = self._registry.just_disconnected(_BROKEN_STREAM_S)
         return min(_BROKEN_STREAM_PERIOD_S, self._period_s) if hurried else self._period_s
 
-    async def _ask_provider(self) -> tuple[dict[str, ProviderVm], Sequence[ProviderNotice]] | None:
-        """What it lists; None when it does not answer: then only silence shows which VMs are lost."""
-        trouble = ""
+    async def _ask_provider(self, known: Collection[str]) -> _Answer | None:
+        """What it lists; None when it does not answer, or not yet: then only silence shows which VMs are lost, and
+        agents' notices count all the same."""
         try:
-            try:
-                vms, self._pools_away = await self._provider.list(), frozenset()
-            except ProviderPartlyAwayError as error:
-                vms, self._pools_away, trouble = error.vms, frozenset(error.pools), str(error)
-            notices = await self._provider.list_notices()
+            answer = await self._call.ask(lambda: self._list_vms(known))
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
             if trouble != self._trouble:
@@ -109,6 +119,9 @@ class FleetController:
                     "provider_away", f"the provider does not answer ({trouble}): its VMs are left alone"
                 )
             return None
+        if answer is None:
+            return None
+        trouble = answer.trouble
         if trouble and trouble != self._trouble:
             self._trouble = trouble
             self._log.warning("a pool does not answer", error=trouble)
@@ -116,32 +129,36 @@ class FleetController:
         elif self._trouble and not trouble:
             self._trouble = ""
             await self._emit_provider_event("provider_back", "the provider answers again")
-        self._going = [vm for vm in vms if vm.going]
-        self._ends = {vm.id: vm.ended for vm in vms if vm.ended is not None}
-        return {vm.id: vm for vm in vms if not vm.going and vm.ended is None}, notices
+        self._going = [vm for vm in answer.vms if vm.going]
+        self._ends = {vm.id: vm.ended for vm in answer.vms if vm.ended is not None}
+        return answer
+
+    async def _list_vms(self, known: Collection[str]) -> _Answer:
+        pools_away, trouble = frozenset[str](), ""
+        try:
+            vms = await self._provider.list()
+        except ProviderPartlyAwayError as error:
+            vms, pools_away, trouble = error.vms, frozenset(error.pools), str(error)
+        return _Answer(known, vms, await self._provider.list_notices(), pools_away, trouble)
 
     async def close(self) -> None:
         """Stop waiting for calls of the provider."""
+        await self._call.close()
         await self._size.close()
 
     async def _emit_provider_event(self, kind: str, message: str) -> None:
         async with self._database.write() as session:
             self._events.emit_event(session, kind, message, data={"provider": self._provider.name})
 
-    async def _take_in(
-        self, answer: tuple[dict[str, ProviderVm], Sequence[ProviderNotice]] | None, known: Collection[str]
-    ) -> bool:
-        """Record what the provider reports. Returns whether the set of VMs changed.
-
-        `known`: the VMs that were in the store before the provider was asked. The answer may be older than others.
-        """
+    async def _take_in(self, answer: _Answer | None) -> bool:
+        """Record what the provider reports. Returns whether the set of VMs changed."""
         if answer is None:
             return False
-        listed, notices = answer
+        listed = {vm.id: vm for vm in answer.vms if not vm.going and vm.ended is None}
         rows = (await self._world.load_view()).vms
         unknown = sorted(listed.keys() - rows.keys())
         for vm_id, row in rows.items():
-            if row.pool in self._pools_away or (vm_id not in known and vm_id not in listed):
+            if row.pool in answer.pools_away or (vm_id not in answer.known and vm_id not in listed):
                 continue
             reason = self._ends.get(vm_id) or self._size.describe_return(vm_id)
             self._registry.set_listed(vm_id, vm_id in listed, reason)
@@ -151,7 +168,7 @@ class FleetController:
         waits = {vm_id: listed[vm_id].reason_before_hello for vm_id in waiting}
         news = {vm_id: reason for vm_id, reason in waits.items() if reason != rows[vm_id].reason}
         adopted = False
-        if unknown or notices or other or news:
+        if unknown or answer.notices or other or news:
             async with self._database.write() as session:
                 for vm_id in unknown:
                     if await self._adopt(session, listed[vm_id]):
@@ -162,7 +179,7 @@ class FleetController:
                     change_price(session, stored, prices[stored.id], self._now())
                 async for stored in _read_rows(session, [*news]):
                     stored.reason = news[stored.id]
-                for notice in notices:
+                for notice in answer.notices:
                     await self._fleet.note_notice(session, notice.vm_id, notice.id, notice.deadline_unix_s)
         return adopted
 

@@ -12,6 +12,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.controllers.pool_board import FleetVms, PoolBoard
+from varuna_manager.controllers.provider_call import PATIENCE_S, ProviderCall
 from varuna_manager.controllers.vm_requester import CreateVms, OpenRequest, RequestParts, VmRequester
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import FleetRow, VmRow
@@ -36,8 +37,6 @@ from varuna_proto.wording import count_of
 
 _ENOUGH_FOR_S = 3600.0
 """VMs that jobs left idle are worth another try after this time, because the jobs' shapes and profiles change."""
-_PATIENCE_S = 0.3
-"""How long a look waits for requested VMs: a cloud may take a minute, and VMs are lost meanwhile."""
 
 
 class _Target(NamedTuple):
@@ -109,6 +108,10 @@ class FleetSize:
         self._enough: tuple[frozenset[str], int, float] | None = None
         """(jobs, VMs, time): this many VMs were enough for these jobs at that time."""
         self._last_emitted: tuple[str, int, tuple[tuple[str, int], ...]] | None = None
+        self._offers: ProviderCall[Mapping[str, VmOffer]] = ProviderCall(ring)
+        self._deletion: ProviderCall[frozenset[str]] = ProviderCall(ring)
+        self._giving_back: frozenset[str] = frozenset()
+        """The VMs of that call."""
         self._to_reap: set[str] = set()
         self._deleted: frozenset[str] = frozenset()
         """VMs given back at the last look, which may take a while to go."""
@@ -116,7 +119,9 @@ class FleetSize:
         """Why VMs have been given back whose agents are silent, until the store knows that they are gone."""
 
     async def close(self) -> None:
-        """Stop waiting for requested VMs."""
+        """Stop waiting for calls of the provider."""
+        await self._offers.close()
+        await self._deletion.close()
         for requester in self._requesters.values():
             await requester.close()
 
@@ -139,7 +144,10 @@ class FleetSize:
             self._fleet.market_changed = False
             for requester in self._requesters.values():
                 requester.refusals = None
-        look = await self._look(world, registry, going)
+        offers = await self._offers.ask(self._list_offers)  # may be remote calls: not while the store is locked
+        if offers is None:
+            return False
+        look = await self._look(world, registry, going, offers)
         views, view = world.vm_views, look.view
         decision = decide_fleet(self._now(), view, self._rules)
         asks = self._share_out(decision, look)
@@ -149,8 +157,8 @@ class FleetSize:
             await self._emit_decision(decision, view, asks)
         is_draining = bool(decision.drain) and await self._drain(decision)
         deleted = frozenset((*decision.delete, *self._to_reap))
-        is_done = await self._delete(sorted(deleted))
-        self._note_returns([views[vm_id] for vm_id in decision.delete] if is_done else [], views.keys())
+        given_back = await self._delete(deleted)
+        self._note_returns([views[vm_id] for vm_id in decision.delete if vm_id in given_back], views.keys())
         is_news, self._deleted = not deleted <= self._deleted, deleted
         for pool, count in asks.counts.items():
             await self._requesters[pool].ask(count, look.requests[pool])
@@ -161,9 +169,10 @@ class FleetSize:
 
     # ------------------------------------------------------------ look
 
-    async def _look(self, world: WorldView, registry: VmRegistry, going: Sequence[ProviderVm]) -> _Look:
+    async def _look(
+        self, world: WorldView, registry: VmRegistry, going: Sequence[ProviderVm], offers: Mapping[str, VmOffer]
+    ) -> _Look:
         rows, views = world.vms, world.vm_views
-        offers = await self._list_offers()  # may be remote calls: not while the store is locked
         known = [offer.hazard_per_hour for offer in offers.values() if offer.hazard_per_hour is not None]
         registry.market_hazard = max(known, default=None)
         async with self._database.read() as session:
@@ -264,7 +273,7 @@ class FleetSize:
         """How many VMs were made, by the providers that have answered or do so soon."""
         waiting = {requester.answer for requester in self._requesters.values() if requester.answer is not None}
         if waiting:
-            await asyncio.wait(waiting, timeout=_PATIENCE_S)
+            await asyncio.wait(waiting, timeout=PATIENCE_S)
         return sum([await requester.take_answer() for requester in self._requesters.values()])
 
     async def _emit_decision(self, decision: FleetDecision, view: FleetView, asks: PoolChoice) -> None:
@@ -293,17 +302,24 @@ class FleetSize:
                     moved += 1
         return moved > 0
 
-    async def _delete(self, vm_ids: Sequence[str]) -> bool:
-        """Returns whether they are given back."""
-        if not vm_ids:
-            return True
+    async def _delete(self, vm_ids: Collection[str]) -> Collection[str]:
+        """Returns those that are given back, or are about to be. While a call goes on, others wait for the next one."""
+        if not self._deletion.is_pending:
+            self._giving_back = frozenset(vm_ids)
+        asked = self._giving_back
+        if not asked:
+            return asked
         try:
-            await self._provider.delete(vm_ids)
+            done = await self._deletion.ask(lambda: self._give_back(asked))
         except Exception:
-            self._log.exception("VMs could not be given back: they will be asked for again", vms=list(vm_ids))
-            return False
-        self._to_reap.clear()
-        return True
+            self._log.exception("VMs could not be given back: they will be asked for again", vms=sorted(asked))
+            return ()
+        self._to_reap -= done or frozenset()
+        return asked
+
+    async def _give_back(self, vm_ids: frozenset[str]) -> frozenset[str]:
+        await self._provider.delete(sorted(vm_ids))
+        return vm_ids
 
     def _note_returns(self, given_back: Sequence[VmView], there: Collection[str]) -> None:
         """The provider lists these VMs no more, and does not say why, because it did not take them."""

@@ -64,6 +64,9 @@ _POLL_S = 5.0
 """Time between two polls of an operation, if Azure names none."""
 _LONGEST_WAIT_S = 10.0
 """A call does not wait for a longer Retry-After: it becomes a refusal, which the fleet controller waits out."""
+_CONNECT_S = 10.0
+_READ_S = 30.0
+"""Longest time without a byte of an answer. The SDK waits for 300 s, as often as it retries."""
 _GIB = 1 << 30
 
 BootScript = Callable[[str, AzureSize], Awaitable[str]]
@@ -87,6 +90,8 @@ def make_azure_client(settings: AzureSettings) -> ComputeManagementClient:
         settings.subscription_id,
         retry_policy=PatientRetryPolicy(retry_total=4),
         polling_interval=_POLL_S,
+        connection_timeout=_CONNECT_S,
+        read_timeout=_READ_S,
     )
 
 

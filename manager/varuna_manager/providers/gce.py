@@ -172,7 +172,8 @@ class GceProvider:
         request = compute_v1.AggregatedListInstancesRequest(
             project=self._settings.project, filter=f'labels.{FLEET_LABEL}="{self._settings.fleet}"'
         )
-        found = self._clients.instances.aggregated_list(request, timeout=_TIMEOUT_S)
+        # The next look asks again. The client's own retries take up to ten minutes.
+        found = self._clients.instances.aggregated_list(request, retry=None, timeout=_TIMEOUT_S)
         return [(place.removeprefix("zones/"), instance) for place, scoped in found for instance in scoped.instances]
 
     def _make_vm(self, zone: str, instance: compute_v1.Instance) -> ProviderVm:

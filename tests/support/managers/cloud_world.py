@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 from sqlalchemy import select
 
@@ -132,6 +133,11 @@ class CloudWorld:
             assert self.read_clock() < end, f"{await self.states()} in the store, {states} at Azure\n{await self.log()}"
             await self.run(15.0)
 
+    async def give_notice(self, name: str) -> None:
+        """As the VM's agent reports it: Azure takes the VM in half a minute."""
+        async with self._database.write() as session:
+            await self.fleet.note_notice(session, name, f"notice-{name}", self.read_clock() + 30.0)
+
     async def _look(self) -> None:
         for _ in range(_LOOKS_IN_A_ROW):
             if await self._controller.reconcile_once() > 0:
@@ -174,6 +180,22 @@ class CloudWorld:
         async with self._database.read() as session:
             rows: Any = await session.execute(select(EventRow.at, EventRow.message).order_by(EventRow.id))
             return "\n".join(f"{at - _BEGAN_AT:8.0f} {message}" for at, message in rows)
+
+
+@asynccontextmanager
+async def held_answer(provider: MortalProvider, call: str) -> AsyncIterator[None]:
+    """The provider's answers to this call arrive at the end."""
+    may_arrive, answer = asyncio.Event(), getattr(provider, call)
+
+    async def hold(*arguments: Any) -> Any:
+        await may_arrive.wait()
+        return await answer(*arguments)
+
+    with patch.object(provider, call, hold):
+        try:
+            yield
+        finally:
+            may_arrive.set()
 
 
 @asynccontextmanager

@@ -1,4 +1,5 @@
-"""What happens to a fleet on Azure in its life: growth, evictions, no capacity, a manager that dies, throttling.
+"""What happens to a fleet on Azure in its life: growth, evictions, no capacity, a dying manager, throttling, no answer.
+
 
 Each ends with the same VMs in the store and at Azure, and within the fleet's limits at every moment.
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_world import A100, V100, cloud_world
+from cloud_world import A100, V100, cloud_world, held_answer
 from varuna_manager.domain.fleet_decision import FleetLimits, VmRange
 from virtual_loop import in_virtual_time
 
@@ -113,6 +114,40 @@ async def test_azure_is_not_asked_before_it_wants(tmp_path: Path) -> None:
         assert len(world.arm.vm_writes()) == 2
         assert not world.arm.vms
         await world.run_until_settled(2)
+
+
+@pytest.mark.parametrize("call", ["list", "get_offer", "delete"])
+@in_virtual_time
+async def test_a_notice_counts_while_azure_does_not_answer(tmp_path: Path, call: str) -> None:
+    async with cloud_world(tmp_path) as world:
+        await world.fleet.set_target(3)
+        await world.run_until_settled(3)
+        async with held_answer(world.provider, call):
+            await world.fleet.set_target(2)
+            await world.run(30.0)
+            leaving = (await world.ready())[-1]
+            await world.give_notice(leaving)
+            await world.run(15.0)
+            assert (await world.states())[leaving] == "draining"
+        world.arm.evict(leaving)
+        await world.run_until_settled(2)
+
+
+@in_virtual_time
+async def test_a_silent_vm_is_given_up_while_azure_does_not_answer_whose_answer_is_used_later(tmp_path: Path) -> None:
+    async with cloud_world(tmp_path) as world:
+        await world.fleet.set_target(3)
+        await world.run_until_settled(3)
+        silent = min(world.arm.vms)
+        async with held_answer(world.provider, "list"):
+            await world.run(15.0)
+            world.arm.evict(silent)
+            await world.run(120.0)
+            assert (await world.states())[silent] == "lost"
+            assert len(world.arm.vms) == 2
+        await world.run(15.0)
+        assert silent not in await world.states()
+        await world.run_until_settled(3)
 
 
 @in_virtual_time
