@@ -13,7 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import boto3
 import structlog
@@ -30,6 +30,7 @@ from varuna_manager.providers.base import (
     UnsupportedByProviderError,
     VmOffer,
 )
+from varuna_manager.providers.blocking_calls import BlockingCalls
 from varuna_manager.providers.ec2_market import fetch_spot_prices, parse_error, parse_fleet_errors
 from varuna_manager.providers.ec2_requests import (
     FLEET_TAG,
@@ -52,7 +53,6 @@ _STATES = ("pending", "running", "shutting-down", "stopping", "stopped")
 _ALIVE = ("pending", "running")
 _GIB = 1 << 30
 _AwsError = (BotoCoreError, ClientError)
-_Answer = TypeVar("_Answer")
 
 BootScript = Callable[[str], Awaitable[str]]
 """Makes the cloud-init document for the VM of this name; it contains the VM's join token."""
@@ -98,7 +98,7 @@ class Ec2Provider:
         """Held while VMs are listed, so that no answer is replaced by an older one that arrives later."""
         self._unlisted: dict[str, tuple[ProviderVm, float]] = {}
         """Instances that AWS has made and may not list yet, and until when that is no wonder."""
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._calls = BlockingCalls(self.name, _AT_ONCE)
         self._log = structlog.get_logger("varuna.ec2").bind(fleet=settings.fleet)
 
     # ------------------------------------------------------------ listing
@@ -133,7 +133,7 @@ class Ec2Provider:
         async with self._listing:
             if only_if_due and self._now() < self._list_again_at:
                 return
-            instances = await self._call(self._fetch_instances)
+            instances = await self._calls.call(self._fetch_instances)
             await self._refresh_prices()  # so that no VM has the settings' price first and then AWS's
             self._note_listed(instances)
             await self._terminate_stopped(instances)
@@ -157,7 +157,7 @@ class Ec2Provider:
         if not ids:
             return
         try:
-            await self._call(self._client.terminate_instances, InstanceIds=ids)
+            await self._calls.call(self._client.terminate_instances, InstanceIds=ids)
         except _AwsError as error:
             # The listing is valid all the same. The next one tries again.
             self._log.warning("stopped VMs could not be terminated", ids=ids, error=parse_error(error).reason)
@@ -193,7 +193,7 @@ class Ec2Provider:
             return
         self._price_again_at = self._now() + _MARKET_S
         try:
-            self._prices = {**self._prices, **await self._call(fetch_spot_prices, self._client, self._settings)}
+            self._prices = {**self._prices, **await self._calls.call(fetch_spot_prices, self._client, self._settings)}
         except _AwsError as error:
             self._log.info("AWS gives no spot prices", error=parse_error(error).reason)
 
@@ -231,7 +231,7 @@ class Ec2Provider:
         name, data = name_template(self._settings), make_template_data(self._settings)
         tags = [{"Key": FLEET_TAG, "Value": self._settings.fleet}]
         try:
-            await self._call(
+            await self._calls.call(
                 self._client.create_launch_template,
                 LaunchTemplateName=name,
                 LaunchTemplateData=data,
@@ -248,7 +248,7 @@ class Ec2Provider:
             script = await self._boot_script(name)
             arguments = make_fleet_request(self._settings, name, request, self._attempts[name], script)
             try:
-                answer = await self._call(self._client.create_fleet, **arguments)
+                answer = await self._calls.call(self._client.create_fleet, **arguments)
             except _AwsError as error:
                 refusal = parse_error(error)
                 self._log.info("AWS made no VM", vm=name, reason=refusal.reason)
@@ -283,7 +283,7 @@ class Ec2Provider:
             wanted = set(vm_ids)
             ids = [vm.ref["id"] for vm in self._listed if vm.id in wanted and not vm.going]
             if ids:
-                await self._call(self._client.terminate_instances, InstanceIds=ids)
+                await self._calls.call(self._client.terminate_instances, InstanceIds=ids)
         except _AwsError as error:
             raise ProviderRefusedError(parse_error(error).reason) from error
         for instance_id in ids:
@@ -302,15 +302,8 @@ class Ec2Provider:
     async def close(self, *, end_vms: bool) -> None:
         """Close the connections after the calls under way, because a call in a thread goes on. The VMs stay, whatever
         `end_vms` is."""
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await self._calls.close()
         self._client.close()
-
-    async def _call(self, function: Callable[..., _Answer], *arguments: Any, **named: Any) -> _Answer:
-        """Call the SDK in a thread, because it blocks."""
-        task = asyncio.create_task(asyncio.to_thread(function, *arguments, **named))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return await asyncio.shield(task)
 
 
 def _name(instance: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
 
 import structlog
 from google.api_core.exceptions import ClientError, Conflict, GoogleAPIError, NotFound
@@ -30,6 +29,7 @@ from varuna_manager.providers.base import (
     UnsupportedByProviderError,
     VmOffer,
 )
+from varuna_manager.providers.blocking_calls import BlockingCalls
 from varuna_manager.providers.gce_requests import (
     FLEET_LABEL,
     REQUEST_LABEL,
@@ -43,7 +43,7 @@ from varuna_manager.providers.places import Places
 __all__ = ["GceClients", "GceProvider", "make_gce_clients"]
 
 _AT_ONCE = 4
-"""Most VMs that are made at the same time, each in a thread."""
+"""Most VMs that are made at the same time, each in a thread for up to a minute."""
 _ALIVE = frozenset({"PROVISIONING", "STAGING", "RUNNING", "REPAIRING"})
 _STOPPING = frozenset({"PENDING_STOP", "STOPPING"})
 """The guest may still run: a VM that Google preempts has some 30 s in this state."""
@@ -57,7 +57,6 @@ _SETTLE_S = 45.0
 _GIB = 1 << 30
 _GoogleError = (GoogleAPIError, GoogleAuthError, OSError)
 """What the client raises; OSError is the base of the errors of its HTTP library."""
-_Answer = TypeVar("_Answer")
 _Place = tuple[str, str]
 """Machine type and zone."""
 
@@ -111,7 +110,7 @@ class GceProvider:
         """Held while VMs are listed, so that no answer is replaced by an older one that arrives later."""
         self._deleted: dict[str, float] = {}
         """Names of VMs that this manager has deleted and that are not gone yet, and when Google accepted that last."""
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._calls = BlockingCalls(self.name, _AT_ONCE)
         self._log = structlog.get_logger("varuna.gce").bind(fleet=settings.fleet)
 
     # ------------------------------------------------------------ listing
@@ -146,7 +145,7 @@ class GceProvider:
         async with self._listing:
             if only_if_due and self._now() < self._list_again_at:
                 return
-            instances = await self._call(self._fetch_instances)
+            instances = await self._calls.call(self._fetch_instances)
             self._list_again_at = self._now() + self._settings.list_every_s
             names = {instance.name for _, instance in instances}
             self._deleted = {name: at for name, at in self._deleted.items() if name in names}
@@ -253,7 +252,7 @@ class GceProvider:
         """Why the VM was not made; None: it was, or it is not decided yet. Raises as `_insert`."""
         async with gate:
             insert = make_insert_request(self._settings, name, place, request, await self._boot_script(name))
-            refusal = await self._call(self._insert, insert)
+            refusal = await self._calls.call(self._insert, insert)
         if refusal is not None:
             self._log.info("Google made no VM", vm=name, place=place, reason=refusal.reason)
             self._places.note_refused(place, refusal)
@@ -307,7 +306,7 @@ class GceProvider:
                 raise outcome
 
     async def _delete_one(self, name: str, zone: str) -> None:
-        await self._call(self._request_deletion, name, zone)
+        await self._calls.call(self._request_deletion, name, zone)
         self._deleted[name] = self._now()
 
     def _request_deletion(self, name: str, zone: str) -> None:
@@ -327,7 +326,7 @@ class GceProvider:
         if vm_id not in zones:
             raise UnknownVmError(f"Google has no VM {vm_id!r} in the fleet {self._settings.fleet}")
         try:
-            await self._call(self._simulate_event, vm_id, zones[vm_id])
+            await self._calls.call(self._simulate_event, vm_id, zones[vm_id])
         except _GoogleError as error:
             raise ProviderRefusedError(parse_error(error).reason) from error
 
@@ -339,16 +338,9 @@ class GceProvider:
     async def close(self, *, end_vms: bool) -> None:
         """Close the connections after the calls under way, because a call in a thread goes on. The VMs stay, whatever
         `end_vms` is."""
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await self._calls.close()
         self._clients.instances.transport.close()  # type: ignore[no-untyped-call] # Google has no types for it
         self._clients.operations.transport.close()  # type: ignore[no-untyped-call]
-
-    async def _call(self, function: Callable[..., _Answer], *arguments: Any) -> _Answer:
-        """Call the client in a thread, because it blocks."""
-        task = asyncio.create_task(asyncio.to_thread(function, *arguments))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return await asyncio.shield(task)
 
 
 def _find_worst(refusals: Sequence[Refusal]) -> Refusal | None:

@@ -11,7 +11,7 @@ import yaml
 from botocore.exceptions import ClientError, NoCredentialsError
 
 from ec2_bench import Ec2Bench, mock_ec2, open_ec2_bench
-from held_listing import create_beside_held_list
+from held_listing import create_beside_held_list, list_beside_held_creations
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.base import UnknownVmError, UnsupportedByProviderError
 from varuna_manager.providers.boot import render_cloud_init
@@ -178,6 +178,11 @@ async def test_a_list_that_was_begun_before_another_does_not_hide_what_that_one_
     async with open_ec2_bench(list_every_s=3600.0) as bench:
         assert [vm.id for vm in (await create_beside_held_list(bench.provider)).vms] == ["varuna-r-000"]
         assert [vm.id for vm in await bench.provider.list()] == ["varuna-r-000"]
+
+
+async def test_creations_that_take_long_hold_up_neither_a_list_nor_other_work(bench: Ec2Bench) -> None:
+    created = await list_beside_held_creations(bench.provider, bench.provider._client, "create_fleet", at_once=8)
+    assert (created.refusal, len(created.vms)) == (None, 8)
 
 
 async def test_prices_are_those_of_the_market(bench: Ec2Bench) -> None:

@@ -13,7 +13,7 @@ from google.api_core.exceptions import Forbidden, InternalServerError, TooManyRe
 from google.cloud import compute_v1
 
 from gce_bench import FakeGce, GceBench, fake_gce, open_gce_bench
-from held_listing import create_beside_held_list
+from held_listing import create_beside_held_list, list_beside_held_creations
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.base import ProviderRefusedError, UnknownVmError, UnsupportedByProviderError
 from varuna_manager.providers.boot import render_cloud_init
@@ -131,6 +131,11 @@ async def test_an_allocation_that_takes_long_counts_as_made(bench: GceBench) -> 
     bench.project.slowness_s, bench.project.loses_once = 0.1, "/wait"
     created = await bench.make_provider(settle_s=0.05).create(1, "r")
     assert (created.refusal, [vm.id for vm in created.vms]) == (None, ["varuna-r-000"])
+
+
+async def test_creations_that_take_long_hold_up_neither_a_list_nor_other_work(bench: GceBench) -> None:
+    created = await list_beside_held_creations(bench.provider, bench.provider, "_insert", at_once=4)
+    assert (created.refusal, len(created.vms)) == (None, 4)
 
 
 async def test_what_is_wrong_in_one_zone_only_is_asked_for_in_the_next(bench: GceBench) -> None:
