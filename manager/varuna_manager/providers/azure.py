@@ -270,7 +270,7 @@ class AzureProvider:
             if unfit is not None:
                 return CreatedVms(refusal=unfit)
             await self._refresh_list()
-            missing = self._find_missing(count, request)
+            missing = wanted = self._find_missing(count, request)
             refusal: Refusal | None = None
             for place in self._priced_places():
                 if not missing:
@@ -284,7 +284,7 @@ class AzureProvider:
         except AzureError as error:
             return CreatedVms(refusal=parse_refusal(error))
         made = tuple(vm for vm in self._listed if vm.request == request and not vm.going)
-        return CreatedVms(vms=made, refusal=refusal if missing else None)
+        return CreatedVms(vms=made, refusal=None if {*wanted} <= {vm.id for vm in made} else refusal)
 
     def _find_missing(self, count: int, request: str) -> Sequence[str]:
         """Names of the VMs that the request lacks, the same each time. VMs that are being deleted keep theirs."""
@@ -386,8 +386,9 @@ class AzureProvider:
             await poller.result()
         except AzureError as error:
             refusal = self._note_refusal(place, name, error)
-            await self._delete_failed(name)
-            return refusal
+            if refusal.kind in (RefusalKind.CAPACITY, RefusalKind.QUOTA) or is_acceleration_refusal(refusal):
+                await self._delete_failed(name)
+            return refusal  # after any other error the VM may run: the next listing shows whether it does
         return None
 
     def _note_refusal(self, place: AzurePlace, name: str, error: AzureError) -> Refusal:

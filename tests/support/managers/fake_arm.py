@@ -152,6 +152,10 @@ class FakeArm:
     """Whether the request itself reports a lack of capacity (SkuNotAvailable), not its operation."""
     throttle: list[float] = field(default_factory=list)
     """Retry-After of the answers 429 to the next writes."""
+    throttle_polls: list[float] = field(default_factory=list)
+    """The same for polls of operations."""
+    fails_running: str = ""
+    """Code with which the operations of new VMs fail, although the VMs run; empty: they succeed."""
     throttle_deletes: list[float] = field(default_factory=list)
     """The same for deletions of the scale set's VMs."""
     failures: list[int] = field(default_factory=list)
@@ -227,8 +231,11 @@ class FakeArm:
                 return _error(409, "SkuNotAvailable", f"The requested VM size {vm.size} is currently not available")
             self.vms[name] = vm
             self._note_most()
+            error: dict[str, str] | None
             error = {"code": "AllocationFailed", "message": "Allocation failed. We do not have sufficient capacity"}
-            operation = Operation(self.slow_operations, self.clock() + self.create_s, error if full else None, vm)
+            if not full:
+                error = {"code": self.fails_running, "message": "it failed"} if self.fails_running else None
+            operation = Operation(self.slow_operations, self.clock() + self.create_s, error, vm)
             return JSONResponse(vm.document(self._group()), 201, headers=self._operation(operation))
 
     def _invalid(self, vm: FakeVm) -> Response | None:
@@ -305,7 +312,7 @@ class FakeArm:
         if operation.vm is not None and operation.vm.state == "Creating":
             vm = operation.vm
             vm.state, vm.error_code = ("Failed", operation.error["code"]) if operation.error else ("Succeeded", "")
-            vm.power = "" if operation.error else "running"
+            vm.power = "running" if vm.error_code in ("", self.fails_running) else ""
 
     def settle(self) -> None:
         """Completes the operations that are due, whether or not anybody polls them."""
@@ -387,6 +394,8 @@ def _app(arm: FakeArm) -> FastAPI:
             return _error(arm.failures.pop(0), "InternalServerError", "try again")
         if arm.throttle and request.method in ("PUT", "POST") and "virtualMachines" in request.url.path:
             return _too_many(arm.throttle.pop(0))
+        if arm.throttle_polls and "/operations/" in request.url.path:
+            return _too_many(arm.throttle_polls.pop(0))
         response: Response = await call_next(request)
         if arm.answers_left is not None:
             is_vm = request.method == "PUT" and "/virtualMachines/" in request.url.path

@@ -284,6 +284,18 @@ async def test_a_vm_that_runs_is_not_deleted_for_an_operation_that_failed(
     assert not arm.writes("/delete")
 
 
+@pytest.mark.parametrize("knobs", [{"throttle_polls": [300.0]}, {"fails_running": "OSProvisioningTimedOut"}])
+async def test_a_vm_that_may_run_is_not_deleted_when_its_creation_ends_in_an_error(
+    arm: FakeArm, provider: AzureProvider, knobs: dict[str, Any]
+) -> None:
+    for knob, value in knobs.items():
+        setattr(arm, knob, value)
+    created = await provider.create(1, "r")
+    assert ([vm.id for vm in created.vms], created.refusal) == (["varuna-r-000"], None)
+    assert [vm.id for vm in await provider.list()] == ["varuna-r-000"]
+    assert not [path for method, path in arm.requests if method == "DELETE" or path.endswith("/delete")]
+
+
 async def test_a_failed_vm_that_azure_does_not_delete_hides_no_other(
     arm: FakeArm, clock: Clock, provider: AzureProvider
 ) -> None:
