@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+BY_MANAGER = "the manager"
+"""Who made a token that nobody asked for, such as one with which the agent of a new VM joins."""
+
 
 class Role(StrEnum):
     """Each role includes the ones before it."""

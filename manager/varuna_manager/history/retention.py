@@ -42,6 +42,7 @@ from varuna_manager.db.models import (
     VmUsageRow,
     WorkerRow,
 )
+from varuna_manager.domain.access import BY_MANAGER
 from varuna_manager.domain.retention import GoneVm, KeepDays, PastPrice, choose_batch_size, find_horizon, sum_up_by_day
 from varuna_manager.jobs.archives import ArchiveService
 from varuna_manager.jobs.jobs import ALIVE, IS_KEPT, JOB_DELETED, OVER, mark_deleted
@@ -288,10 +289,14 @@ class Retention:
         return int(bool(found) and await self._archives.delete_archive(found[0], only_if=is_due))
 
     async def _delete_tokens(self, before: float, most: int) -> int:
-        """Delete tokens that can no longer be used."""
+        """Delete tokens that can no longer be used; at once those of VMs that were never made, which are many while a
+        market has no capacity."""
         row = TokenRow
         is_used = and_(row.single_use.is_(True), row.last_used_at < before)
-        return await self._delete_until(or_(row.revoked_at < before, row.expires_at < before, is_used), row.id, most)
+        is_ours = and_(row.created_by == BY_MANAGER, row.single_use.is_(True))
+        is_left = and_(is_ours, row.last_used_at.is_(None), row.expires_at < self._now())
+        is_old = or_(row.revoked_at < before, row.expires_at < before, is_used)
+        return await self._delete_until(or_(is_old, is_left), row.id, most)
 
     # ------------------------------------------------------------ how
 

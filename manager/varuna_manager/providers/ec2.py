@@ -87,7 +87,9 @@ class Ec2Provider:
         self._now = now
         self._has_template = False
         self._attempts: Counter[str] = Counter()
-        """By the name of a VM, how many requests for it were refused."""
+        """By the name of a VM that is missing, how many requests for it were refused."""
+        self._was_refused = False
+        """Whether AWS refused the last VM: then one is tried first, because each has a token of its own."""
         self._prices: Mapping[tuple[str, str], float] = {}
         self._price_again_at = -float("inf")
         self._listed: Sequence[ProviderVm] = ()
@@ -208,14 +210,14 @@ class Ec2Provider:
         try:
             await self._ensure_template()
             await self._refresh_list()
-            gate = asyncio.Semaphore(_AT_ONCE)
             missing = self._find_missing(count, request)
-            outcomes = await asyncio.gather(*(self._create_one(gate, name, request) for name in missing))
+            self._attempts = Counter({name: self._attempts[name] for name in missing if name in self._attempts})
+            refusal = await self._create_all(missing, request)
             await self._refresh_list()
         except _AwsError as error:
             return CreatedVms(refusal=parse_error(error))
         made = tuple(vm for vm in self._listed if vm.request == request and not vm.going)
-        return CreatedVms(vms=made, refusal=_find_worst([outcome for outcome in outcomes if outcome is not None]))
+        return CreatedVms(vms=made, refusal=refusal)
 
     def _find_missing(self, count: int, request: str) -> Sequence[str]:
         """Names of the VMs that the request lacks. No name is used twice, because AWS would answer as it did before."""
@@ -241,6 +243,20 @@ class Ec2Provider:
             if error.response.get("Error", {}).get("Code") != "InvalidLaunchTemplateName.AlreadyExistsException":
                 raise
         self._has_template = True
+
+    async def _create_all(self, names: Sequence[str], request: str) -> Refusal | None:
+        """Why some of these VMs were not made; None: all were."""
+        if self._was_refused and len(names) > 1:
+            refusal = await self._create_all(names[:1], request)
+            if refusal is not None:
+                return refusal
+            names = names[1:]
+        gate = asyncio.Semaphore(_AT_ONCE)
+        outcomes = await asyncio.gather(*(self._create_one(gate, name, request) for name in names))
+        refusal = _find_worst([outcome for outcome in outcomes if outcome is not None])
+        if names:
+            self._was_refused = refusal is not None
+        return refusal
 
     async def _create_one(self, gate: asyncio.Semaphore, name: str, request: str) -> Refusal | None:
         """Why the VM was not made; None: it was."""

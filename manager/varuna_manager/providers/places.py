@@ -29,6 +29,7 @@ class Places(Generic[PlaceT]):
         self._all = places
         self._now = now
         self._refused: dict[PlaceT, _PlaceRefusals] = {}
+        self._doubtful: set[PlaceT] = set()
 
     def list_open(self) -> Sequence[PlaceT]:
         """The places that may be tried now."""
@@ -36,14 +37,16 @@ class Places(Generic[PlaceT]):
         return [place for place in self._all if place not in self._refused or self._refused[place].until <= now]
 
     def is_doubtful(self, place: PlaceT) -> bool:
-        """Whether the place refused the last request: then one VM is tried first."""
-        return place in self._refused
+        """Whether the place refused the last request, for any reason: then one VM is tried first."""
+        return place in self._doubtful
 
     def note_made(self, place: PlaceT) -> None:
+        self._doubtful.discard(place)
         self._refused.pop(place, None)
 
     def note_refused(self, place: PlaceT, refusal: Refusal) -> None:
-        """Count a refusal of the place. Several at one moment count once, and other kinds of refusals do not count."""
+        """Count a refusal of the place. Several at one moment count once, and only the market's close the place."""
+        self._doubtful.add(place)
         if refusal.kind not in (RefusalKind.CAPACITY, RefusalKind.QUOTA) or place not in self.list_open():
             return
         before = self._refused.get(place)

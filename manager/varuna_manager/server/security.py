@@ -23,7 +23,7 @@ from varuna_manager.api.grpc.credentials import make_server_credentials
 from varuna_manager.api.grpc.peers import CertificatePeerCheck, IdentityServicer, OpenPeerCheck, PeerCheck
 from varuna_manager.api.http.access import AccessServices, RequestLimits
 from varuna_manager.db.engine import Database
-from varuna_manager.domain.access import Role
+from varuna_manager.domain.access import BY_MANAGER, Role
 from varuna_manager.errors import StartError
 from varuna_manager.settings import ManagerSettings, is_wildcard
 from varuna_manager.world.events import EventLog
@@ -75,7 +75,7 @@ async def make_first_token(tokens: TokenService, data_dir: Path) -> None:
     def save(text: str) -> None:
         write_private_file(data_dir / ADMIN_TOKEN_FILE, f"{text}\n".encode())
 
-    await tokens.create_access_token("bootstrap-admin", Role.ADMIN, None, by="the manager", save=save)
+    await tokens.create_access_token("bootstrap-admin", Role.ADMIN, None, by=BY_MANAGER, save=save)
 
 
 def _own_addresses() -> Iterable[str]:
@@ -123,7 +123,7 @@ class AccessControl:
         if self._tokens is None:
             return None
         document = await self._tokens.create_join_token(
-            f"provider-{vm_id}", _PROVIDER_TOKEN_S, single_use=True, vm_id=vm_id, by="the manager"
+            f"provider-{vm_id}", _PROVIDER_TOKEN_S, single_use=True, vm_id=vm_id, by=BY_MANAGER
         )
         return str(document["token"])
 

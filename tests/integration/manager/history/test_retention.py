@@ -38,6 +38,7 @@ from varuna_manager.db.models import (
     VmRow,
     WorkerRow,
 )
+from varuna_manager.domain.access import BY_MANAGER
 from varuna_manager.domain.retention import DAY_S, KeepDays
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.domain.states import VmState
@@ -475,6 +476,19 @@ async def test_tokens_go_that_open_nothing_any_more(database: Database, retentio
     await tokens.revoke_token("revoked")
     await delete_all(retention)
     assert {one["name"] for one in await tokens.list_tokens()} == {"unused", "lasts"}
+
+
+async def test_tokens_of_vms_that_were_never_made_go_when_they_expire(database: Database, retention: Retention) -> None:
+    for made_at, age in ((NOW - 7200.0, "old"), (NOW - 60.0, "new")):
+        tokens = TokenService(database, "pin", lambda at=made_at: at)
+        for user in (BY_MANAGER, "admin"):
+            await tokens.create_join_token(f"{age} of {user}", 3600.0, single_use=True, vm_id="v", by=user)
+        joined = await tokens.create_join_token(f"{age}, joined", 3600.0, single_use=True, vm_id="v", by=BY_MANAGER)
+        async with database.write() as session:
+            tokens.use_join_token(await tokens.find_join_token(session, joined["token"]))
+    await delete_all(retention)
+    left = {one["name"] for one in await tokens.list_tokens()}
+    assert left == {"old of admin", "old, joined", f"new of {BY_MANAGER}", "new of admin", "new, joined"}
 
 
 # ---------------------------------------------------------------- roll-ups

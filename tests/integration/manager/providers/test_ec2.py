@@ -147,6 +147,19 @@ async def test_an_instance_that_aws_does_not_list_yet_is_there_for_two_minutes(b
     assert list(await bench.provider.list()) == []
 
 
+async def test_after_a_refusal_one_instance_is_tried_first(bench: Ec2Bench) -> None:
+    await bench.refuse_creations(RefusalKind.CAPACITY, 0)
+    for request, asked in (("r", 4), ("s", 5), ("t", 6)):
+        assert (await bench.provider.create(4, request)).refusal is not None
+        assert len(bench.requests) == asked
+    assert {*bench.provider._attempts} == {"varuna-t-000"}, "it remembers no request that is over"
+    await bench.end_refusals()
+    assert len((await bench.provider.create(4, "t")).vms) == 4
+    await bench.refuse_creations(RefusalKind.CAPACITY, 1)
+    created = await bench.provider.create(3, "u")
+    assert (len(created.vms), len(bench.requests)) == (1, 6 + 4 + 3), "what was made is asked for as a whole"
+
+
 async def test_a_deleted_instance_is_deleted_before_aws_lists_it(bench: Ec2Bench) -> None:
     bench.hides_instances = True
     await bench.provider.create(1, "r")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -142,6 +143,18 @@ async def test_what_is_wrong_in_one_zone_only_is_asked_for_in_the_next(bench: Gc
     bench.project.unknown = frozenset({A100})
     created = await bench.provider.create(1, "r")
     assert (created.refusal, [vm.ref["zone"] for vm in created.vms]) == (None, ["us-central1-b"])
+
+
+async def test_a_place_that_refused_for_any_reason_is_asked_for_one_vm_first(bench: GceBench) -> None:
+    places = [(kind, zone) for kind in bench.settings.machine_types for zone in bench.settings.zones]
+    bench.project.unknown = frozenset(places)
+    with patch.object(bench.provider, "_insert", wraps=bench.provider._insert) as insert:
+        await bench.provider.create(3, "r")
+        assert insert.call_count == 3 * len(places)
+        await bench.provider.create(3, "s")
+        assert insert.call_count == 4 * len(places)
+    bench.project.unknown = frozenset()
+    assert len((await bench.provider.create(3, "t")).vms) == 3
 
 
 async def test_a_vm_that_is_given_back_is_going_and_keeps_its_name(bench: GceBench) -> None:
