@@ -192,7 +192,7 @@ class JobActions:
             return CopiesChoice()
         vm_ids = [device.vm_id for device in action.placement]
         found = await session.scalars(select(VmRow).where(VmRow.id.in_(set(vm_ids))))
-        places = {vm.id: VmPlace(vm.host or "", ",".join(map(str, vm.ref.get("zones") or ()))) for vm in found}
+        places = {vm.id: VmPlace(vm.host or "", vm.zone or vm.pool or "") for vm in found}
         return choose_copies(Copies(spec.copies), action.plan, vm_ids, places, facts)
 
     async def _host_of(self, session: AsyncSession, vm_id: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from varuna_manager.agents.reports import ReportService
 from varuna_manager.agents.sessions import AgentSessions
 from varuna_manager.controllers.job_actions import JobActions
 from varuna_manager.controllers.messages import launch_message
-from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow
+from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow, VmRow
 from varuna_manager.domain.actions import StartGeneration
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.keepers import CopiesFacts, SaveCost
@@ -31,11 +32,12 @@ from varuna_proto.plan import Device, Plan
 from varuna_proto.v1 import agent_pb2 as pb
 
 VMS = ("vm-0", "vm-1", "vm-2", "vm-3")
+PLAN = Plan(p=2, d=2, micro_batch=1, global_batch=8, predicted_minibatch_s=180.0, examples_per_s=8.0)
 START = StartGeneration(
     number=1,
     kind=GenerationKind.TRAINING,
     placement=tuple(Device(vm_id, 0) for vm_id in VMS),
-    plan=Plan(p=2, d=2, micro_batch=1, global_batch=8, predicted_minibatch_s=180.0, examples_per_s=8.0),
+    plan=PLAN,
     candidates=(),
     reason="test",
 )
@@ -54,10 +56,10 @@ async def add_job(world: RestWorld, **values: Any) -> None:
     await world.add(job, *(vm(vm_id) for vm_id in VMS))
 
 
-async def start(world: RestWorld, facts: CopiesFacts) -> None:
+async def start(world: RestWorld, facts: CopiesFacts, action: StartGeneration = START) -> None:
     actions = JobActions(registry_of(VMS), world.events, StackService(world.database, AgentSessions(), Bell()))
     async with world.database.write() as session:
-        await actions.apply_action(session, await session.get_one(JobRow, "j"), START, facts)
+        await actions.apply_action(session, await session.get_one(JobRow, "j"), action, facts)
 
 
 async def read_launches(world: RestWorld) -> list[bool]:
@@ -100,6 +102,24 @@ async def test_the_job_file_decides_without_figures(world: RestWorld, wish: str,
     async with world.database.read() as session:
         [row] = await session.scalars(select(GenerationRow))
     assert (len(row.keepers or ()), row.copies_shares, row.copies_reason) == (2 * are_kept, are_kept, None)
+
+
+@pytest.mark.parametrize("column", ["zone", "pool"])
+async def test_a_copy_lies_in_another_zone_on_every_cloud(world: RestWorld, column: str) -> None:
+    zones = dict(zip(VMS, ("a", "a", "b", "b"), strict=True))
+    await add_job(world)
+    async with world.database.write() as session:
+        for number, vm_id in enumerate(VMS):
+            row = await session.get_one(VmRow, vm_id)
+            row.host, row.ref = f"10.0.0.{number}", {"zone": zones[vm_id], "type": "a2-highgpu-1g"}
+            setattr(row, column, zones[vm_id])
+    await world.change("j", spec={**SPEC, "copies": "on"})
+    await start(world, WILD, replace(START, plan=replace(PLAN, p=4, d=1)))
+    async with world.database.read() as session:
+        [generation] = await session.scalars(select(GenerationRow))
+    assert len(generation.keepers) == len(VMS)
+    for owner, keeper in enumerate(generation.keepers):
+        assert zones[VMS[owner]] != zones[VMS[keeper]]
 
 
 async def test_the_generation_of_an_earlier_version_has_what_its_job_file_says(world: RestWorld) -> None:
