@@ -164,11 +164,12 @@ class FleetController:
             self._registry.set_listed(vm_id, vm_id in listed, reason)
         prices = {vm_id: vm.price_per_hour for vm_id, vm in listed.items() if vm.price_per_hour is not None}
         other = [vm_id for vm_id, row in rows.items() if prices.get(vm_id, row.price_per_hour) != row.price_per_hour]
+        found = [vm_id for vm_id, vm in listed.items() if vm_id in rows and _says_more(vm, rows[vm_id])]
         waiting = [vm_id for vm_id, row in rows.items() if vm_id in listed and row.vm_state is VmState.REQUESTED]
         waits = {vm_id: listed[vm_id].reason_before_hello for vm_id in waiting}
         news = {vm_id: reason for vm_id, reason in waits.items() if reason != rows[vm_id].reason}
         adopted = False
-        if unknown or answer.notices or other or news:
+        if unknown or answer.notices or other or found or news:
             async with self._database.write() as session:
                 for vm_id in unknown:
                     if await self._adopt(session, listed[vm_id]):
@@ -177,6 +178,10 @@ class FleetController:
                         adopted = True
                 async for stored in _read_rows(session, other):
                     change_price(session, stored, prices[stored.id], self._now())
+                async for stored in _read_rows(session, found):
+                    vm = listed[stored.id]
+                    stored.zone, stored.machine_type = vm.zone or stored.zone, vm.machine_type or stored.machine_type
+                    stored.ref = vm.ref
                 async for stored in _read_rows(session, [*news]):
                     stored.reason = news[stored.id]
                 for notice in answer.notices:
@@ -224,6 +229,11 @@ class FleetController:
         """Probation: a slow VM may have recovered, which shows when it works."""
         row.quarantined_until = None
         self._events.emit_event(session, "vm_released", f"VM {row.id} is out of quarantine, on probation", vm_id=row.id)
+
+
+def _says_more(vm: ProviderVm, row: VmFacts) -> bool:
+    """Whether the list now says where the VM is, or on what. A cloud may list a VM some time after it has made it."""
+    return (vm.zone or row.zone, vm.machine_type or row.machine_type) != (row.zone, row.machine_type)
 
 
 async def _read_rows(session: AsyncSession, vm_ids: Sequence[str]) -> AsyncIterator[VmRow]:

@@ -58,6 +58,7 @@ class VmFacts(NamedTuple):
     pool: str | None = None
     zone: str | None = None
     drained_at: float | None = None
+    machine_type: str | None = None
 
     @property
     def vm_state(self) -> VmState:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from botocore.exceptions import ClientError, NoCredentialsError
+from sqlalchemy import select
 
 from ec2_bench import Ec2Bench, mock_ec2, open_ec2_bench
 from held_listing import create_beside_held_list, list_beside_held_creations
+from migrated_stores import migrated
+from rest_world import rest_world
+from varuna_manager.controllers.fleet_controller import FleetController
+from varuna_manager.controllers.vm_requests import FleetSettings
+from varuna_manager.db.models import VmRow
 from varuna_manager.domain.fleet_decision import RefusalKind
+from varuna_manager.fleet.fleet import FleetService
 from varuna_manager.providers.base import UnknownVmError, UnsupportedByProviderError
 from varuna_manager.providers.boot import render_cloud_init
 from varuna_manager.providers.ec2_kind import describe_machine
@@ -20,6 +28,10 @@ from varuna_manager.providers.ec2_market import parse_error, parse_fleet_errors
 from varuna_manager.providers.ec2_requests import make_fleet_request, make_template_data, name_template
 from varuna_manager.providers.ec2_settings import Ec2Settings
 from varuna_manager.providers.kind import Origin
+from varuna_manager.world.bell import Bell
+from varuna_manager.world.vm_registry import VmRegistry
+from varuna_manager.world.world import World
+from waiting import until
 
 SETTINGS = Ec2Settings(
     region="us-east-1",
@@ -145,6 +157,29 @@ async def test_an_instance_that_aws_does_not_list_yet_is_there_for_two_minutes(b
     await bench.provider.create(1, "s")
     bench.now += 120.0
     assert list(await bench.provider.list()) == []
+
+
+async def test_the_fleet_learns_where_an_instance_is_when_aws_lists_it(bench: Ec2Bench, tmp_path: Path) -> None:
+    migrated(tmp_path / "manager.db")
+    async with rest_world(tmp_path) as world:
+        database, bell, registry = world.database, Bell(), VmRegistry()
+        fleet = FleetService(database, world.events, registry, bench.provider, world.reports, bell)
+        controller = FleetController(database, World(database, registry), fleet, world.events, bell, FleetSettings())
+
+        async def look(is_complete: bool) -> VmRow | None:
+            await controller.reconcile_once()
+            async with database.read() as session:
+                row = await session.scalar(select(VmRow))
+            return row if row is not None and bool(row.zone) is is_complete else None
+
+        bench.hides_instances = True
+        await fleet.set_target(1)
+        early = await until(lambda: look(False), "the instance")
+        assert (early.zone, early.machine_type, early.ref.keys()) == (None, None, {"id"})
+        bench.hides_instances = False
+        late = await until(lambda: look(True), "its zone")
+        assert (late.machine_type, late.ref) == ("p3.2xlarge", {**early.ref, "type": "p3.2xlarge", "zone": late.zone})
+        await controller.close()
 
 
 async def test_after_a_refusal_one_instance_is_tried_first(bench: Ec2Bench) -> None:
