@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from varuna_manager.providers.base import ProviderRefusedError
 
-__all__ = ["SlurmCommands", "make_tool_environment"]
+__all__ = ["SlurmCommands", "ToolAnswer", "make_tool_environment"]
 
 _INHERITED = frozenset(
     {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF"}

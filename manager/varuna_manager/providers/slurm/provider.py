@@ -24,7 +24,7 @@ from varuna_manager.providers.base import (
     UnsupportedByProviderError,
     VmOffer,
 )
-from varuna_manager.providers.slurm.commands import SlurmCommands
+from varuna_manager.providers.slurm.commands import SlurmCommands, ToolAnswer
 from varuna_manager.providers.slurm.job_script import make_sbatch_options
 from varuna_manager.providers.slurm.jobs import (
     ACCOUNTING_FORMAT,
@@ -78,6 +78,8 @@ class SlurmProvider:
         self._jobs: Sequence[SlurmJob] = ()
         """As of the newest listing, without those that are listed twice."""
         self._listed_at = -float("inf")
+        self._changes = 0
+        """Submissions and cancellations that have ended."""
         self._vanished: dict[int, tuple[SlurmJob, str, float]] = {}
         """Jobs that squeue has forgotten, the state that sacct gave ('': none), and when that was noticed."""
         self._deleted: set[int] = set()
@@ -142,7 +144,7 @@ class SlurmProvider:
         async with self._lock:
             if self._now() - self._listed_at < age_s:
                 return self._jobs
-            asked_at = self._now()
+            asked_at, changes = self._now(), self._changes
             squeue = ["squeue", "--noheader", "--me", "--states=all", f"--format={QUEUE_FORMAT}"]
             text = await self._commands.ask_tool(squeue)
             try:
@@ -157,7 +159,7 @@ class SlurmProvider:
             twice = {job.id for job in duplicates}
             self._deleted = (self._deleted | twice) & ({job.id for job in jobs} | self._vanished.keys())
             self._jobs = [job for job in jobs if job.id not in twice]
-            self._listed_at = asked_at
+            self._listed_at = asked_at if changes == self._changes else -float("inf")
             return self._jobs
 
     async def _note_vanished(self, listed: Collection[int]) -> None:
@@ -233,10 +235,9 @@ class SlurmProvider:
         vm_id = f"{fleet}-{request[:8]}-{slot}-{secrets.token_hex(3)}"  # another one each time, as its token is
         mark = JobMark(fleet=fleet, request=request, slot=slot, vm_id=vm_id)
         script = await self._make_script(vm_id)
-        answer = await self._commands.run_tool(
+        answer = await self._change_jobs(
             ["sbatch", *make_sbatch_options(self._settings, mark, self._log_dir)], text=script
         )
-        self._listed_at = -float("inf")
         if not answer.code:
             self._log.info("a job was submitted", vm=vm_id, job=answer.output.strip().partition(";")[0])
             return None
@@ -288,10 +289,17 @@ class SlurmProvider:
     async def _cancel_jobs(self, numbers: Sequence[int], *, only_waiting: bool = False) -> None:
         """`only_waiting`: not those that have started meanwhile. Raises ProviderRefusedError."""
         states = ["--state=PENDING"] if only_waiting else []
-        answer = await self._commands.run_tool(["scancel", *states, *map(str, numbers)])
-        self._listed_at = -float("inf")
+        answer = await self._change_jobs(["scancel", *states, *map(str, numbers)])
         if answer.code and "Invalid job id" not in answer.errors and "completing" not in answer.errors:
             raise ProviderRefusedError(f"scancel: {answer.trouble}")
+
+    async def _change_jobs(self, command: Sequence[str], *, text: str = "") -> ToolAnswer:
+        """Run a tool, after which no list is new that was begun before it ended. Raises ProviderRefusedError."""
+        try:
+            return await self._commands.run_tool(command, text=text)
+        finally:
+            self._changes += 1
+            self._listed_at = -float("inf")
 
     async def close(self, *, end_vms: bool) -> None:
         """The jobs stay, whatever `end_vms` is, because they are not processes of this machine."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from varuna_agent.notices.notices import Notice
 from varuna_agent.notices.slurm import SLURM_JOB, SlurmNotices
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.base import ProviderVm
+from varuna_manager.providers.slurm.commands import ToolAnswer
 from varuna_manager.providers.slurm.provider import SlurmProvider
 from waiting import DEADLINE_S, until
 
@@ -70,6 +72,48 @@ async def test_jobs_that_wait_for_too_long_are_refused_with_slurms_reason(make: 
     # The first may have waited for that long when the second is submitted.
     assert re.fullmatch(r"Slurm has not started (a job|2 jobs) within 1 s \(.+\)", created.refusal.reason)
     assert cluster.run("squeue", "-h", "-tPD", "-o%i") == ""
+
+
+async def test_a_list_that_was_begun_before_a_submission_does_not_hide_its_job(
+    make: Make, cluster: SlurmCluster
+) -> None:
+    fillers = [cluster.submit("--cpus-per-task=8") for _ in cluster.nodes]
+    await until(lambda: all(cluster.state(job) == "RUNNING" for job in fillers), "all nodes are in use")
+    provider = make(list_every_s=5.0)
+    commands, make_script, ask, run = (
+        provider._commands,
+        provider._make_script,
+        provider._commands.ask_tool,
+        provider._commands.run_tool,
+    )
+    is_listed, is_submitted, lists = asyncio.Event(), asyncio.Event(), []
+
+    async def ask_late(command: Sequence[str]) -> str:
+        answer = await ask(command)
+        is_listed.set()
+        await is_submitted.wait()
+        return answer
+
+    async def list_before(vm_id: str) -> str:
+        with patch.object(commands, "ask_tool", ask_late):
+            lists.append(asyncio.create_task(provider.delete(["another-vm"])))  # lists at once
+            await is_listed.wait()
+        return await make_script(vm_id)
+
+    async def note_submission(command: Sequence[str], *, text: str = "") -> ToolAnswer:
+        answer = await run(command, text=text)
+        if command[0] == "sbatch":
+            is_submitted.set()
+        return answer
+
+    with patch.object(provider, "_make_script", list_before), patch.object(commands, "run_tool", note_submission):
+        creation = asyncio.create_task(provider.create(1, "request-1"))
+        await is_submitted.wait()
+        await lists[0]
+        await until(lambda: cluster.run("squeue", "-h", "-tPD", "-o%i"), "the job waits")
+        cluster.run("scancel", *map(str, fillers))
+        created = await creation
+    assert (created.refusal, len(created.vms)) == (None, 1)
 
 
 async def test_what_slurm_never_starts_is_refused_at_once(make: Make) -> None:
