@@ -72,6 +72,8 @@ class DryRuns:
             found["reason"] = "no GPU is free: the job waits, or gets its share"
         else:
             limited = types if gpus == sum(counts.values()) else ()
+            if len(types) == 1:
+                limited = (types[0]._replace(gpus=min(types[0].gpus, gpus)),)
             zones = _count_zones(usable) if gpus == free else ()
             plan, found["reason"] = await asyncio.to_thread(
                 _choose, profile_json, spec, usable, gpus, types=limited, zones=zones
@@ -115,7 +117,7 @@ def _choose(
     """The best plan and why; None and why there is none. Runs in a thread.
 
     Args:
-        types: the GPUs by type, if there are several and all may be used.
+        types: the GPUs by type, if they are of one, or if all of several may be used.
         zones: the GPUs of each zone, if all may be used.
     """
     memories = [vm["device_memory_bytes"] for vm in usable if vm["device_memory_bytes"]]
@@ -126,7 +128,9 @@ def _choose(
         gpus_per_vm=min((vm["gpus"] for vm in usable), default=1),
     )
     try:
-        choice = question.choose_shape(gpus, types=types if len(types) > 1 else (), zones=zones)
+        told = question.tell_types_apart(types, gpus)
+        planned = sum(each.gpus for each in told) or gpus  # of unknown type none is used beside those
+        choice = question.choose_shape(planned, types=told, zones=zones if planned == gpus else ())
     except ValueError as error:
         return None, str(error)
     if choice.best is None:

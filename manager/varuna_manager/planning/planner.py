@@ -68,6 +68,18 @@ class ShapeQuestion:
         sizes = (self.spec.global_batch, self.trained_micro_batch)
         return profile, sizes, pins, self.margin.limit_device(self.device_memory_bytes), self.gpus_per_vm
 
+    def tell_types_apart(self, counts: Sequence[GpuCount], gpus: int) -> tuple[GpuCount, ...]:
+        """`counts`, of those of `gpus` GPUs whose types are known; empty: plans tell no types apart.
+
+        They do not where one type is named and the job's profile says nothing of types, or is of that type, as which
+        GPUs of unknown type count.
+        """
+        if len(counts) != 1:
+            return tuple(counts)
+        (only,), own = counts, parsed_profile(self.profile_json).gpu_type
+        are_as_own = only.gpu_type == own and only.gpus < gpus
+        return () if not own or are_as_own else tuple(counts)
+
     def choose_shape(
         self,
         gpus: int,

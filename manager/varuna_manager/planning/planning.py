@@ -105,20 +105,12 @@ class PlanQuestion(ShapeQuestion):
         return self.shape_key(), self.spec.resources.max_gpus, placed, kept
 
     def count_types(self, devices: Sequence[Device]) -> tuple[GpuCount, ...]:
-        """The devices by type, those of unknown type left out; empty: plans tell no types apart.
-
-        They do not where one type is named and the job's profile says nothing of types, or is of that type, as which
-        devices of unknown type count.
-        """
+        """The devices by type, those of unknown type left out; empty: plans tell no types apart."""
         on_vm = Counter(device.vm_id for device in devices)
         counts = sum_gpu_counts(
             GpuCount(each.gpu_type, on_vm[each.vm_id], each.memory_bytes) for each in self.gpu_types
         )
-        if len(counts) != 1:
-            return counts
-        (only,), own = counts, parsed_profile(self.profile_json).gpu_type
-        are_as_own = only.gpu_type == own and only.gpus < len(devices)
-        return () if not own or are_as_own else counts
+        return self.tell_types_apart(counts, len(devices))
 
     def list_planned(self, devices: Sequence[Device]) -> Sequence[Device]:
         """Those that plans count on: where they tell types apart, a device of unknown type gets no rank."""

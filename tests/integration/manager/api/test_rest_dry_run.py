@@ -13,6 +13,10 @@ import pytest_asyncio
 from migrated_stores import migrated
 from rest_world import SPEC, RestWorld, generation, rest_world, vm, worker
 from scripted_manager import profile_json
+from varuna_manager.domain.spec import JobSpec
+from varuna_manager.planning.planning import GpuOfVm, PlanningService, PlanQuestion
+from varuna_planner.profile.document import GpuTypeSpeeds, Profile
+from varuna_proto.plan import Device
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.xdist_group("rest")]
 TEXT = "name: gpt\nworkdir: /w\nrun: 'true'\nglobal_batch: 8\n"
@@ -81,6 +85,33 @@ async def test_types_of_gpu_are_mixed_as_they_would_be(world: RestWorld) -> None
     assert (few["all_gpus"], few["plan"]["p"]) == (1, 1), "of equally many that it uses, the first by name"
     await world.change(earlier, state="running")
     assert (await try_job(world, TEXT))["free_gpus"] == 2, "another job shares the fleet"
+
+
+@pytest.mark.parametrize("unnamed", [0, 1])
+async def test_gpus_of_one_other_type_than_the_profiles_have_the_speed_of_that_type(
+    world: RestWorld, unnamed: int
+) -> None:
+    """A VM whose type is not known gets no part, as for the job itself."""
+    names, memory = ("vm-0", "vm-1"), {"device_memory_bytes": 16 << 30}
+    await world.add(*(vm(name, gpu_type="V100", **memory) for name in names))
+    await world.add(*(vm(f"vm-x{number}", **memory) for number in range(unnamed)))
+    speeds = GpuTypeSpeeds(gpu_type="V100", section_speeds=(0.2,) * 8)
+    profile = Profile.from_json(profile_json())
+    profile = profile.model_copy(update={"gpu_type": "A100", "other_gpu_types": (speeds,)})
+    earlier = (await world.ask("POST", "/api/v1/jobs", json=SPEC)).json()["id"]
+    await world.change(earlier, state="succeeded", active_name=None, profile_json=profile.to_json())
+    question = PlanQuestion(
+        profile_json=profile.to_json(),
+        spec=JobSpec(**SPEC),
+        devices=tuple(Device(name, 0) for name in names),
+        device_memory_bytes=16 << 30,
+        gpus_per_vm=1,
+        gpu_types=tuple(GpuOfVm(name, "V100", 16 << 30) for name in names),
+    )
+    real = (await PlanningService().propose_plan(question)).plan
+    assert real is not None
+    found = (await try_job(world, TEXT))["plan"]
+    assert (found["examples_per_s"], found["gpu_types"]) == (real.examples_per_s, [*real.gpu_types])
 
 
 async def test_a_vm_whose_memory_is_not_known_has_as_much_as_the_smallest(world: RestWorld) -> None:
