@@ -183,7 +183,7 @@ class CloudWorld:
 
 
 @asynccontextmanager
-async def held_answer(provider: MortalProvider, call: str) -> AsyncIterator[None]:
+async def held_answer(provider: AzureProvider, call: str) -> AsyncIterator[None]:
     """The provider's answers to this call arrive at the end."""
     may_arrive, answer = asyncio.Event(), getattr(provider, call)
 

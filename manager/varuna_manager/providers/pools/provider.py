@@ -28,6 +28,8 @@ from varuna_manager.providers.base import (
 __all__ = ["Pool", "PoolsProvider"]
 
 _Answer = TypeVar("_Answer")
+_PATIENCE_S = 30.0
+"""How long the answers of the others wait for a pool's, which then counts as one that does not answer."""
 _WORST_FIRST = (RefusalKind.THROTTLED, RefusalKind.FAILED, RefusalKind.QUOTA, RefusalKind.CAPACITY)
 
 
@@ -193,7 +195,7 @@ class PoolsProvider:
     ) -> tuple[dict[str, _Answer], dict[str, str]]:
         """The answers of the pools, and the errors of those that do not answer. Raises ProviderRefusedError if none
         answers."""
-        answers, errors = await _gather({name: ask(pool.provider) for name, pool in self._pools.items()})
+        answers, errors = await _gather({name: _limit(ask(pool.provider)) for name, pool in self._pools.items()})
         if not answers:
             raise ProviderRefusedError(str(ProviderPartlyAwayError((), errors)))
         return answers, errors
@@ -205,6 +207,15 @@ class PoolsProvider:
             return
         pools = " and ".join(vm.pool for vm in vms if vm.id == twice)
         raise ProviderRefusedError(f"pools {pools} both list VM {twice}: give their settings files different fleets")
+
+
+async def _limit(call: Awaitable[_Answer]) -> _Answer:
+    """Raises ProviderRefusedError if it takes too long. A late answer is dropped: VMs may have been made meanwhile."""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await call
+    except TimeoutError:
+        raise ProviderRefusedError(f"no answer within {_PATIENCE_S:g} s") from None
 
 
 async def _gather(calls: Mapping[str, Awaitable[_Answer]]) -> tuple[dict[str, _Answer], dict[str, str]]:

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from cloud_world import SETTINGS, boot_script, held_answer
 from ec2_bench import mock_ec2
+from fake_arm import FakeArm
 from pools_bench import PoolsBench, open_pools_bench
 from provider_benches import StaticBench
 from varuna_manager.domain.pools import PoolTerms
+from varuna_manager.providers.azure import AzureProvider
 from varuna_manager.providers.base import PooledProvider, ProviderPartlyAwayError, ProviderRefusedError, RefusalKind
 from varuna_manager.providers.conformance import KindConformance, ProviderConformance
 from varuna_manager.providers.pools.provider import Pool, PoolsProvider
+from virtual_loop import in_virtual_time
 
 pytestmark = pytest.mark.xdist_group("ec2")
 
@@ -72,6 +76,26 @@ async def test_a_pool_that_does_not_answer_hides_none_of_the_others_and_keeps_it
             await bench.provider.delete([ours.id, theirs.id])
         await bench.aws.reconnect()
         assert [vm.id for vm in await bench.provider.list() if not vm.going] == [theirs.id]
+
+
+@in_virtual_time
+async def test_a_pool_that_hangs_holds_up_no_other() -> None:
+    arm, providers = FakeArm(url="http://azure.test"), {}
+    for name in ("first", "second"):
+        settings = SETTINGS.model_copy(update={"scale_set": name})
+        providers[name] = AzureProvider(settings, arm.client_without_network(settings, 5.0), boot_script)
+    terms = {name: PoolTerms(name=name, price_per_hour=1.0) for name in providers}
+    pools = PoolsProvider([Pool(terms[name], provider) for name, provider in providers.items()])
+    for name in providers:
+        await pools.create_in(name, 1, f"request-of-{name}")
+    async with held_answer(providers["first"], "list"):
+        with pytest.raises(
+            ProviderPartlyAwayError, match=r"pool first does not answer \(.*no answer within 30 s\)"
+        ) as away:
+            await pools.list()
+        assert [vm.pool for vm in away.value.vms] == ["second"]
+    assert {vm.pool for vm in await pools.list()} == {"first", "second"}
+    await pools.close(end_vms=False)
 
 
 @pytest.mark.usefixtures("aws")
