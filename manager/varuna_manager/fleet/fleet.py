@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -49,6 +49,13 @@ _LISTED_WITHIN_S = 120.0
 """How long after its first Hello a VM may be missing from its provider's list, which may be older than the VM."""
 
 
+class _Admission(NamedTuple):
+    """The answer to a Hello from the store alone."""
+
+    has_row: bool
+    refusal: str | None = None
+
+
 class FleetService:
     """`emulated`: the provider, if its market can be changed here."""
 
@@ -71,7 +78,8 @@ class FleetService:
         self._reports = reports
         self._bell = bell
         self._now = now
-        self._admissions = RequestBatcher(self._admit)
+        self._admissions = RequestBatcher(self._admit_known)
+        self._admissions_by_list = RequestBatcher(self._admit_listed)
         self._unlisted: dict[str, float] = {}
         """VMs that no list has had yet, and when they first sent Hello."""
         self.market_changed = False
@@ -176,29 +184,37 @@ class FleetService:
     async def admit_agent(self, hello: pb.Hello) -> str | None:
         """Take the VM that sent the Hello into the store. Returns the reason when it is never taken. Raises
         UnavailableError while a list of its provider may be older than the VM."""
-        refusal = await self._admissions.add_request(hello)
+        has_row, refusal = await self._admissions.add_request(hello)
+        if not has_row:
+            refusal = await self._admissions_by_list.add_request(hello)
         since = self._unlisted.get(hello.vm_id)
         if since is not None and self._now() < since + _LISTED_WITHIN_S:
             raise UnavailableError(f"no provider lists VM {hello.vm_id!r} yet: dial again")
         self._unlisted.pop(hello.vm_id, None)
         return refusal
 
-    async def _admit(self, hellos: Sequence[pb.Hello]) -> list[str | None]:
-        """Writes nothing for most VMs after a restart of the manager, because the store has them already."""
+    async def _admit_known(self, hellos: Sequence[pb.Hello]) -> list[_Admission]:
+        """Admit the VMs that have rows, without asking the provider: while it thinks, no lease of theirs may run out.
+
+        Writes nothing for most VMs after a restart of the manager, because the store has them already.
+        """
         rows = {row.id: row for row in await self._admitted(hellos)}
-        news = [hello for hello in hellos if hello.vm_id not in rows or _is_news(rows[hello.vm_id], hello)]
+        news = [hello for hello in hellos if hello.vm_id in rows and _is_news(rows[hello.vm_id], hello)]
         refusals: dict[str, str | None] = {}
         if news:
-            listed = await self._find_listed({hello.vm_id for hello in news} - rows.keys())
             async with self._database.write() as session:
                 for hello in news:
-                    refusals[hello.vm_id] = await self._admit_one(session, hello, listed)
-        return [refusals.get(hello.vm_id) for hello in hellos]
+                    refusals[hello.vm_id] = await self._admit_one(session, hello, {})
+        return [_Admission(hello.vm_id in rows, refusals.get(hello.vm_id)) for hello in hellos]
+
+    async def _admit_listed(self, hellos: Sequence[pb.Hello]) -> list[str | None]:
+        """Admit the VMs without rows that the provider lists."""
+        listed = await self._find_listed({hello.vm_id for hello in hellos})
+        async with self._database.write() as session:
+            return [await self._admit_one(session, hello, listed) for hello in hellos]
 
     async def _find_listed(self, vm_ids: set[str]) -> Mapping[str, ProviderVm]:
         """Those of the VMs that the provider has."""
-        if not vm_ids:
-            return {}
         try:
             vms = await self.provider.list()
         except ProviderPartlyAwayError as error:

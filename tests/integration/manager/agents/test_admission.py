@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.vm_registry import VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
+from waiting import DEADLINE_S
 
 VM = "varuna-8f1d-0-a"
 
@@ -32,10 +34,15 @@ class ScriptedSqueue:
 
     def __init__(self) -> None:
         self.state = "PENDING"
+        self.is_asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     async def ask_tool(self, command: Sequence[str]) -> str:
         if command[0] != "squeue":
             return ""
+        self.is_asked.set()
+        await self.may_answer.wait()
         mark = JobMark(fleet="varuna", request="8f1d", slot=0, vm_id=VM)
         node = "n1" if self.state == "RUNNING" else "n/a"
         return f"7|{self.state}|None|900|1000|NONE|UNLIMITED|{node}|{mark}\n"
@@ -106,3 +113,26 @@ async def test_a_vm_that_no_list_has_for_long_is_refused_for_good(admissions: Ad
 async def test_a_host_that_is_not_in_a_fixed_fleet_is_refused_at_once(admissions: Admissions) -> None:
     fleet = admissions.serve(StaticProvider([StaticHost(name="gpu-1")], began_at=1.0))
     assert "none of this manager's" in (await fleet.admit_agent(hello("gpu-9")) or "")
+
+
+async def test_vms_that_the_store_has_do_not_wait_while_a_provider_is_asked_for_another(
+    admissions: Admissions, tmp_path: Path
+) -> None:
+    squeue = ScriptedSqueue()
+    squeue.state = "RUNNING"
+    fleet = admissions.serve(slurm_provider(squeue, admissions, tmp_path))
+    assert await fleet.admit_agent(hello(VM)) is None
+    admissions.now += 60.0  # the next list is a new one
+    squeue.is_asked.clear()
+    squeue.may_answer.clear()
+    restarted = pb.Hello(vm_id=VM, incarnation="second", gpus=1, host="n1")
+    async with asyncio.timeout(DEADLINE_S):
+        stranger, together = (asyncio.create_task(fleet.admit_agent(hello(vm_id))) for vm_id in ("stranger", VM))
+        await squeue.is_asked.wait()
+        assert await together is None
+        assert await fleet.admit_agent(hello(VM)) is None
+        assert await fleet.admit_agent(restarted) is None
+        assert not stranger.done()
+        squeue.may_answer.set()
+        with pytest.raises(UnavailableError, match="no provider lists VM 'stranger' yet"):
+            await stranger
