@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -85,17 +85,21 @@ class JobActions:
                 await self._quarantine(session, row, action)
 
     async def _check_placement(self, session: AsyncSession, action: StartGeneration) -> int:
-        """The rendezvous port of rank 0. Raises StaleDataError if a VM was lost after the decision.
+        """The rendezvous port of rank 0. Raises StaleDataError if a VM was lost or taken out of use after the decision.
 
-        While the planner thinks, other controllers go on. A worker that is assigned to a lost VM is never stopped.
+        While the planner thinks, other controllers and users go on. A worker that is assigned to a lost VM is never
+        stopped; one that is assigned to a VM that is draining makes its generation stop as soon as it has started.
         """
         vm_ids = {device.vm_id for device in action.placement}
-        over = (VmState.LOST.value, VmState.GONE.value)
-        lost = await session.scalar(select(VmRow.id).where(VmRow.id.in_(vm_ids), VmRow.state.in_(over)).limit(1))
+        over = (VmState.DRAINING.value, VmState.LOST.value, VmState.GONE.value)
+        is_out = or_(VmRow.state.in_(over), VmRow.cordoned_at.is_not(None))
+        out = await session.scalar(select(VmRow.id).where(VmRow.id.in_(vm_ids), is_out).limit(1))
         first = action.placement[0].vm_id
         port = self._registry.rendezvous_port(first)
-        if lost is not None or port is None:
-            raise StaleDataError(f"generation {action.number} was to start on VM {lost or first}, which is gone since")
+        if out is not None or port is None:
+            raise StaleDataError(
+                f"generation {action.number} was to start on VM {out or first}, which cannot be used since"
+            )
         return port
 
     async def _start(

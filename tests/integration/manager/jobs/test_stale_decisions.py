@@ -19,8 +19,10 @@ from varuna_manager.controllers.job_actions import JobActions
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.actions import StartGeneration
 from varuna_manager.domain.commands import LaunchKey
+from varuna_manager.domain.observed import Proposal
 from varuna_manager.domain.states import GenerationKind
 from varuna_manager.jobs.stacks import StackService
+from varuna_manager.planning.planning import PlanQuestion
 from varuna_manager.world.bell import Bell
 from varuna_proto.plan import Device, Plan
 
@@ -38,9 +40,9 @@ def queued_job() -> JobRow:
     return JobRow(id="j", name="gpt", active_name="gpt", spec=SPEC, state="queued", history=[], created_at=1.0)
 
 
-@pytest.mark.parametrize("state", ["lost", "gone"])
+@pytest.mark.parametrize("state", ["lost", "gone", "draining"])
 @pytest.mark.parametrize("lost", VMS)
-async def test_no_worker_is_assigned_to_a_vm_that_was_lost_after_the_decision(
+async def test_no_worker_is_assigned_to_a_vm_that_was_lost_or_drained_after_the_decision(
     world: RestWorld, state: str, lost: str
 ) -> None:
     await world.add(queued_job(), *(vm(vm_id, state=state if vm_id == lost else "ready") for vm_id in VMS))
@@ -59,6 +61,29 @@ async def test_no_worker_is_assigned_to_a_vm_that_was_lost_after_the_decision(
     async with world.database.read() as session:
         assert await session.scalar(select(func.count()).select_from(WorkerRow)) == 0
         assert (await session.get_one(VmRow, lost)).state == state
+
+
+@pytest.mark.parametrize("change", ["drain", "cordon"])
+async def test_no_generation_starts_on_a_vm_that_a_user_takes_out_of_use_while_the_planner_thinks(
+    world: RestWorld, change: str
+) -> None:
+    job = queued_job()
+    job.profile_json, job.profiled_at = PROFILE, 2.0
+    await world.add(job, *(vm(vm_id) for vm_id in VMS))
+    async with controller_over(world, VMS) as over:
+        planning = over.controller._planning
+        propose_plan = planning.propose_plan
+
+        async def propose_and_be_overtaken(question: PlanQuestion) -> Proposal:
+            proposal = await propose_plan(question)
+            assert (await world.ask("POST", f"/api/v1/vms/vm-1/{change}")).status_code == 200
+            return proposal
+
+        planning.propose_plan = propose_and_be_overtaken  # type: ignore[method-assign]
+        while await over.controller.reconcile_once() == 0.0:
+            pass
+    async with world.database.read() as session:
+        assert list(await session.scalars(select(WorkerRow.vm_id))) == ["vm-0"]
 
 
 async def test_an_agent_that_connects_during_a_look_gets_its_commands_at_the_next(world: RestWorld) -> None:
