@@ -405,7 +405,8 @@ class GenerationTimeDocument(TypedDict):
 
 @document
 class JobTimeDocument(TypedDict):
-    """Where a job's time went since its submission. The causes add up to `total_s`."""
+    """Where a job's time went since its submission, without the time from an end to a retry. The causes add up to
+    `total_s`."""
 
     start: Timestamp
     end: Timestamp

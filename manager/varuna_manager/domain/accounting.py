@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
-from varuna_manager.domain.states import GenerationKind
+from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationKind
 
 
 def count_seconds_without_progress(*, last_progress_at: float, first_step_at: float) -> float:
-    """From the last step of any generation (or the job's start) to this generation's first step."""
+    """From the last step of any generation (or the job's start, or its last retry) to this generation's first step."""
     return max(first_step_at - last_progress_at, 0.0)
 
 
@@ -68,6 +69,22 @@ def list_phases(
 # ---------------------------------------------------------------- where a job's time went
 
 
+class Pause(NamedTuple):
+    """The time from a job's end to its retry."""
+
+    start: float
+    end: float
+
+    def overlap_s(self, start: float, end: float) -> float:
+        return max(min(self.end, end) - max(self.start, start), 0.0)
+
+
+def list_pauses(history: Iterable[Mapping[str, Any]]) -> tuple[Pause, ...]:
+    """`history`: the job's, oldest first."""
+    changes = pairwise(history)
+    return tuple(Pause(end["at"], retry["at"]) for end, retry in changes if end["state"] in TERMINAL_JOB_STATES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationTimes:
     """The moments and steps of one generation."""
@@ -106,13 +123,19 @@ class TimeOfGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeOfJob:
-    """Where the time between `start` and `end` went. The parts add up to it."""
+    """Where the time between `start` and `end` went, but for `paused_s`. The parts add up to it."""
 
     start: float
     end: float
     generations: list[TimeOfGeneration] = field(default_factory=list)
     waiting_s: float = 0.0
     """Time without any generation, for want of VMs."""
+    paused_s: float = 0.0
+    """From the job's ends to its retries: it was over, and lost no time."""
+
+    @property
+    def total_s(self) -> float:
+        return self.end - self.start - self.paused_s
 
     @property
     def useful_s(self) -> float:
@@ -122,7 +145,7 @@ class TimeOfJob:
     @property
     def elapsed_s(self) -> float:
         """Time since the job first started, waiting for VMs after that included; 0 before."""
-        return self.end - self.start - self.generations[0].waiting_s if self.generations else 0.0
+        return self.total_s - self.generations[0].waiting_s if self.generations else 0.0
 
     @property
     def goodput(self) -> float:
@@ -138,26 +161,42 @@ class TimeOfJob:
         return sum(spent.between_s.get(cause, 0.0) for spent in self.generations)
 
 
-def account_time(start: float, end: float, generations: Sequence[GenerationTimes]) -> TimeOfJob:
+def account_time(
+    start: float, end: float, generations: Sequence[GenerationTimes], pauses: Sequence[Pause] = ()
+) -> TimeOfJob:
     """`generations`: oldest first. `start`: of the job; `end`: its end, or now.
 
-    Time without a generation is waiting. The time before a generation's first step and after its last is morphing. The
-    time between the two is divided among redone steps, what the script did between steps, bubbles and training.
+    Time without a generation is waiting, or a pause from an end to the retry. The time before a generation's first step
+    and after its last is morphing. The time between the two is divided among redone steps, what the script did between
+    steps, bubbles and training.
     """
     spent: list[TimeOfGeneration] = []
-    at, waiting_s = start, 0.0
+    at, waiting_s, paused_s = start, 0.0, 0.0
     for past in generations:
         begins = _within(past.created_at, at, end)
         ends = _within(end if past.ended_at is None else past.ended_at, begins, end)
-        one = TimeOfGeneration(number=past.number, kind=past.kind, waiting_s=begins - at)
-        waiting_s += one.waiting_s
+        pause_s = _sum_pauses(pauses, at, begins)
+        one = TimeOfGeneration(number=past.number, kind=past.kind, waiting_s=begins - at - pause_s)
+        waiting_s, paused_s = waiting_s + one.waiting_s, paused_s + pause_s
         if past.kind is GenerationKind.CALIBRATION:
             one.calibration_s = ends - begins
         else:
             _train(one, past, begins, ends)
         spent.append(one)
         at = ends
-    return TimeOfJob(start=start, end=max(end, at), generations=spent, waiting_s=waiting_s + max(end - at, 0.0))
+    end = max(end, at)
+    pause_s = _sum_pauses(pauses, at, end)
+    return TimeOfJob(
+        start=start,
+        end=end,
+        generations=spent,
+        waiting_s=waiting_s + end - at - pause_s,
+        paused_s=paused_s + pause_s,
+    )
+
+
+def _sum_pauses(pauses: Sequence[Pause], start: float, end: float) -> float:
+    return sum(pause.overlap_s(start, end) for pause in pauses)
 
 
 def _train(one: TimeOfGeneration, past: GenerationTimes, begins: float, ends: float) -> None:

@@ -34,7 +34,7 @@ class MorphMoments:
     """When each part of a morph began; None: it did not happen, or is not known."""
 
     last_progress_at: float
-    """The last step of the previous generation, or the job's start."""
+    """The last step of the previous generation, or the job's start or last retry."""
     is_calibrated: bool = False
     """Whether the previous generation was a calibration, which makes no step."""
     stop_sent_at: float | None = None

@@ -57,7 +57,8 @@ async def account_job_time(job: JobRow, records: Sequence[GenerationRecord], now
     """Where the job's time went, from its submission to its end or now. `records`: all its generations."""
     bubbles = await asyncio.to_thread(_bubble_shares, job.profile_json, records, now)
     end = now if job.finished_at is None else job.finished_at
-    return _make_time_document(accounting.account_time(job.created_at, end, make_generation_times(records, bubbles)))
+    times, pauses = make_generation_times(records, bubbles), accounting.list_pauses(job.history)
+    return _make_time_document(accounting.account_time(job.created_at, end, times, pauses))
 
 
 def _bubble_shares(profile_json: str | None, rows: Sequence[GenerationRecord], now: float) -> Mapping[int, float]:
@@ -111,7 +112,7 @@ def _predict_busy_us(profile: Profile, plan: Plan) -> float:
 
 
 def _make_time_document(found: TimeOfJob) -> JobTimeDocument:
-    total_s = found.end - found.start
+    total_s = found.total_s
     seconds: dict[TimeCause, tuple[float, str]] = {
         "training": (found.sum_seconds("training_s"), "the stages computed steps that counted"),
         "bubbles": (

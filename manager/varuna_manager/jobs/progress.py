@@ -214,6 +214,7 @@ class Progress:
         job = await session.get_one(JobRow, generation.job_id)
         resumed_step = generation.resumed_step if generation.resumed_step is not None else step - 1
         last_progress_at = job.started_at or job.created_at if progressed_at is None else progressed_at
+        last_progress_at = max(last_progress_at, job.retried_at or 0.0)
         waited_s = accounting.count_seconds_without_progress(last_progress_at=last_progress_at, first_step_at=now)
         redone = accounting.count_steps_redone(
             ((resumed or 0, last) for _, resumed, last, *_ in earlier if last is not None), resumed_step

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import CheckpointRow, FleetRow, GenerationRow, JobProgressRow, JobRow, MetricRow, VmRow
-from varuna_manager.domain.accounting import account_time
+from varuna_manager.domain.accounting import TimeOfJob, account_time, list_pauses
 from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationKind, GenerationState, JobState, VmState
 from varuna_manager.history.generation_times import GenerationTimesCache
 from varuna_manager.jobs.jobs import IS_KEPT
@@ -58,7 +58,9 @@ STORE_FAMILIES = (
     MetricFamily("varuna_job_step", "Newest completed step of a job.", _JOB),
     MetricFamily("varuna_job_loss", "Loss of that step.", _JOB),
     MetricFamily(
-        "varuna_job_step_age_seconds", "Time since a job's newest step, or since its start before the first one.", _JOB
+        "varuna_job_step_age_seconds",
+        "Time since a job's newest step, or since its start or last retry before the next one.",
+        _JOB,
     ),
     MetricFamily("varuna_job_useful_steps", "Completed steps of a job, each counted once.", _JOB, COUNTER),
     MetricFamily("varuna_job_examples", "Training examples of a job's useful steps.", _JOB, COUNTER),
@@ -79,10 +81,12 @@ STORE_FAMILIES = (
     ),
     MetricFamily("varuna_job_redone_steps", "Steps of a job that were computed again after morphs.", _JOB, COUNTER),
     MetricFamily("varuna_job_generations", "Generations of a job; each new one is a morph.", _JOB, COUNTER),
-    MetricFamily("varuna_job_elapsed_seconds", "Time since a job's first start.", _JOB),
+    MetricFamily(
+        "varuna_job_elapsed_seconds", "Time since a job's first start, without that from its ends to its retries.", _JOB
+    ),
     MetricFamily(
         "varuna_job_goodput_ratio",
-        "Fraction of the time since a job's first start that passed in steps that count; `varuna show` has the same.",
+        "Fraction of a job's elapsed time that passed in steps that count; `varuna show` has the same.",
         _JOB,
     ),
     MetricFamily("varuna_job_gpus", "GPUs that a job trains on; 0 while it has no generation.", _JOB),
@@ -93,7 +97,7 @@ STORE_FAMILIES = (
     ),
     MetricFamily(
         "varuna_job_checkpoint_age_seconds",
-        "Time since a job's newest checkpoint was committed, or since its start before the first one.",
+        "Time since a job's newest checkpoint was committed, or since its start or last retry before the next one.",
         _JOB,
     ),
     MetricFamily("varuna_job_checkpoint_step", "Step of a job's newest checkpoint.", _JOB),
@@ -183,7 +187,8 @@ class StoreMetrics:
     # ------------------------------------------------------------ jobs that are not over
 
     async def _jobs(self, session: AsyncSession, samples: StoreSamples) -> None:
-        query = select(JobRow.id, JobRow.name, JobRow.created_at, JobRow.started_at).where(IS_LIVE)
+        row = JobRow
+        query = select(row.id, row.name, row.created_at, row.started_at, row.retried_at, row.history).where(IS_LIVE)
         jobs = (await session.execute(query.order_by(JobRow.created_at, JobRow.id).limit(JOBS_SHOWN))).all()
         names = {job.id: job.name for job in jobs}
         self._done = {job_id: done for job_id, done in self._done.items() if job_id in names}
@@ -191,23 +196,24 @@ class StoreMetrics:
         for job in jobs:
             await self._progress(session, samples, job.id, job.name)
             if job.started_at is not None:
-                samples.add_sample("varuna_job_elapsed_seconds", max(self._now() - job.started_at, 0.0), job.name)
-                samples.add_sample("varuna_job_goodput_ratio", await self._goodput(session, job), job.name)
+                spent = await self._account_time(session, job)
+                samples.add_sample("varuna_job_elapsed_seconds", spent.elapsed_s, job.name)
+                samples.add_sample("varuna_job_goodput_ratio", spent.goodput, job.name)
         last_steps = await _generations(session, samples, names)
         for job in jobs:
-            since = last_steps.get(job.id) or job.started_at or job.created_at
+            since = _after_retry(job, last_steps.get(job.id) or job.started_at or job.created_at)
             samples.add_sample("varuna_job_step_age_seconds", max(self._now() - since, 0.0), job.name)
         saved_at = await _checkpoints(session, samples, names)
         for job in jobs:
             saved_or_started = saved_at.get(job.id, job.started_at)
             if saved_or_started is not None:
-                age_s = max(self._now() - saved_or_started, 0.0)
+                age_s = max(self._now() - _after_retry(job, saved_or_started), 0.0)
                 samples.add_sample("varuna_job_checkpoint_age_seconds", age_s, job.name)
 
-    async def _goodput(self, session: AsyncSession, job: Any) -> float:
+    async def _account_time(self, session: AsyncSession, job: Any) -> TimeOfJob:
         now = self._now()
         times = await self._generations.setdefault(job.id, GenerationTimesCache()).read_times(session, job.id, now)
-        return account_time(job.created_at, now, times).goodput
+        return account_time(job.created_at, now, times, list_pauses(job.history))
 
     async def _progress(self, session: AsyncSession, samples: StoreSamples, job_id: str, name: str) -> None:
         done = self._done.setdefault(job_id, _CompletedSteps())
@@ -223,6 +229,11 @@ class StoreMetrics:
         samples.add_sample("varuna_job_examples", done.examples, name)
         samples.add_sample("varuna_job_useful_seconds", done.seconds, name)
         samples.add_sample("varuna_job_between_steps_seconds", done.between_s, name)
+
+
+def _after_retry(job: Any, at: float) -> float:
+    """`at`, or the job's last retry if that is later, because the job did not run before it."""
+    return at if job.retried_at is None else max(at, job.retried_at)
 
 
 async def _generations(session: AsyncSession, samples: StoreSamples, names: dict[str, str]) -> dict[str, float | None]:

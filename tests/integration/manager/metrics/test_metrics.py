@@ -17,11 +17,13 @@ from secure_world import SecureManager
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import CheckpointRow, EventRow, FleetRow, GenerationRow, JobRow, MetricRow, VmRow
 from varuna_manager.history.spending import Spending
+from varuna_manager.jobs.progress import Progress
 from varuna_manager.metrics.exposition import MetricsService, render_page
 from varuna_manager.metrics.from_store import JOBS_SHOWN, STORE_FAMILIES, StoreMetrics, StoreSamples
 from varuna_manager.metrics.instruments import COUNTED_FAMILIES, Instruments
 from varuna_manager.world.events import EventLog
 from varuna_proto.plan import Plan
+from varuna_proto.v1 import agent_pb2 as pb
 from waiting import until
 
 NOW = 1000.0
@@ -120,6 +122,47 @@ async def test_a_job_that_has_never_saved_has_the_age_of_its_start(database: Dat
     of_new = [name for name, labels in samples if ("job_name", "new") in labels]
     assert "varuna_job_checkpoint_age_seconds" not in of_new, "it has not started"
     assert "varuna_job_checkpoint_step" not in {name for name, _ in samples}
+
+
+async def test_a_job_that_was_over_for_days_before_its_retry_has_lost_nothing_by_it(database: Database) -> None:
+    """Two hours, three days without it, and two hours more."""
+    day, hour = 86_400.0, 3600.0
+    failed_at, retried_at = 100.0 + 2 * hour, 100.0 + 2 * hour + 3 * day
+    now = retried_at + 10.0
+    states = [("running", 100.0), ("failed", failed_at), ("queued", retried_at), ("running", now)]
+    row = job("one", started_at=100.0, retried_at=retried_at, active_name="one")
+    row.history = [{"state": state, "at": at, "reason": ""} for state, at in states]
+    metrics, spending = StoreMetrics(database, "local", lambda: now), Spending(database, lambda: now)
+
+    async def read_figures() -> dict[str, float]:
+        samples = StoreSamples()
+        await metrics.collect_samples(samples)
+        of_job = (sample for metric in samples.collect() for sample in metric.samples if sample.labels.get("job_name"))
+        return {sample.name.removeprefix("varuna_job_"): sample.value for sample in of_job}
+
+    async with database.write() as session:
+        session.add(row)
+        await session.flush()
+        first = {"created_at": 100.0, "started_at": 110.0, "last_step_at": failed_at, "ended_at": failed_at}
+        session.add(generation("one", 1, state="ended", end_cause="script_failed", last_step=1000, **first))
+        saved = CheckpointRow(job_id="id-one", generation=1, step=1000, url="u", total_bytes=7, at=failed_at)
+        session.add_all([saved, generation("one", 2, created_at=now)])
+    figures = await read_figures()
+    assert (figures["step_age_seconds"], figures["checkpoint_age_seconds"]) == (10.0, 10.0)
+    now += 20.0
+    steps = {1001: pb.StepResult(step=1001, loss=1.0, step_us=1, examples=8)}
+    async with database.write() as session:
+        await Progress(EventLog(database)).record_steps(session, "id-one", 2, steps, now)
+    assert (await read_figures())["stalled_seconds_total"] == 30.0
+    now += 2 * hour
+    steps = {2000: pb.StepResult(step=2000, loss=1.0, step_us=1, examples=8)}
+    async with database.write() as session:
+        await Progress(EventLog(database)).record_steps(session, "id-one", 2, steps, now)
+    figures, shown = await read_figures(), await spending.read_time("one")
+    assert figures["goodput_ratio"] == pytest.approx(shown["goodput"], rel=1e-12)
+    assert shown["goodput"] > 0.9
+    assert figures["elapsed_seconds"] == pytest.approx(shown["elapsed_s"]) == 4 * hour + 30.0
+    assert sum(cause["seconds"] for cause in shown["causes"]) == pytest.approx(shown["total_s"])
 
 
 async def test_the_goodput_in_the_metrics_is_that_of_varuna_show(database: Database) -> None:

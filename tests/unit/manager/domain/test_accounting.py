@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from varuna_manager.domain.accounting import BETWEEN_STEPS, GenerationTimes, TimeOfGeneration, account_time
+from varuna_manager.domain.accounting import BETWEEN_STEPS, GenerationTimes, TimeOfGeneration, account_time, list_pauses
 from varuna_manager.domain.states import GenerationKind
 
 
@@ -48,3 +48,47 @@ def test_a_rank_whose_clock_runs_fast_does_not_make_a_job_longer() -> None:
     spent = train(101, redone=51, script=190.0, data=10.0)
     assert dict(spent.between_s) == pytest.approx({"script": 47.5, "data": 2.5})
     assert spent.training_s == pytest.approx(0.0)
+
+
+HOUR_S = 3600.0
+
+
+def train_from(number: int, start: float) -> GenerationTimes:
+    """Two hours."""
+    return GenerationTimes(
+        number=number,
+        kind=GenerationKind.TRAINING,
+        created_at=start,
+        first_step_at=start + 10.0,
+        last_step_at=start + 2 * HOUR_S,
+        ended_at=start + 2 * HOUR_S,
+        steps=1000,
+        redone=0,
+        bubble_share=0.0,
+    )
+
+
+def test_the_time_from_an_end_to_a_retry_is_no_time_of_the_job() -> None:
+    """It is cancelled and retried once more while it waits for VMs."""
+    retried_at, submitted_at = 75 * HOUR_S, HOUR_S
+    states = [
+        ("running", submitted_at + 60.0),
+        ("failed", submitted_at + 60.0 + 2 * HOUR_S),
+        ("queued", 50 * HOUR_S),
+        ("cancelled", 50 * HOUR_S + 100.0),
+        ("queued", retried_at),
+        ("running", retried_at + 20.0),
+    ]
+    pauses = list_pauses({"state": state, "at": at, "reason": ""} for state, at in states)
+    generations = [train_from(1, submitted_at + 60.0), train_from(2, retried_at + 20.0)]
+    found = account_time(submitted_at, retried_at + 20.0 + 2 * HOUR_S, generations, pauses)
+    assert found.waiting_s == pytest.approx(60.0 + 100.0 + 20.0)
+    assert found.elapsed_s == pytest.approx(4 * HOUR_S + 100.0 + 20.0)
+    assert found.total_s == pytest.approx(found.elapsed_s + 60.0)
+    assert found.goodput > 0.9
+
+
+def test_a_job_that_waits_after_its_retry_has_only_waited_since() -> None:
+    pauses = list_pauses([{"state": "failed", "at": 2 * HOUR_S}, {"state": "queued", "at": 70 * HOUR_S}])
+    found = account_time(0.0, 70 * HOUR_S + 30.0, [train_from(1, 0.0)], pauses)
+    assert (found.waiting_s, found.elapsed_s) == pytest.approx((30.0, 2 * HOUR_S + 30.0))
