@@ -94,13 +94,21 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             yield _make_refusal(refusal)
             return
         session = self._open_session(hello, self._peers.get_certificate_end(context))
-        reading = asyncio.create_task(self._read_messages(request_iterator, session))
+        reading: asyncio.Task[None] | None = None
         try:
+            # A revocation ends the stream that it finds. This one was not there yet when its certificate was checked.
+            refusal = await self._find_revocation(hello.vm_id, context)
+            if refusal is not None:
+                self._log.warning("an agent was refused", vm=hello.vm_id, reason=refusal)
+                yield _make_refusal(refusal)
+                return
+            reading = asyncio.create_task(self._read_messages(request_iterator, session))
             while (message := await session.next_message()) is not None:
                 yield message
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
             self._end_session(session)
 
     async def FetchArchive(  # noqa: N802 - the protocol's name
@@ -141,6 +149,15 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         except Exception:
             self._log.exception("an agent could not be admitted: it will dial again", vm=vm_id)
             await context.abort(grpc.StatusCode.INTERNAL, "the manager failed: its log has the traceback")
+
+    async def _find_revocation(
+        self, vm_id: str, context: grpc.aio.ServicerContext[pb.AgentMessage, pb.ManagerMessage]
+    ) -> str | None:
+        """Why the certificate is no longer valid; None: it is. Aborts the call if that cannot be decided now."""
+        try:
+            return await self._peers.find_refusal(context, vm_id)
+        except (NotLeaderError, StoreAwayError) as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     def _open_session(self, hello: pb.Hello, certificate_ends_at: float | None) -> AgentSession:
         running = {(worker.job_id, worker.generation) for worker in hello.workers}
