@@ -155,6 +155,8 @@ class TrainingParts:
         self.parting: Parting | None = None
         self.ahead: RankAhead | None = None
         self.taken_ahead = taken_ahead
+        if not joins:  # this process takes its whole state from elsewhere
+            taken_ahead.close()
         self.late: LateState | None = None
         self.inputs = KeptInputs()
 

@@ -13,7 +13,10 @@ import torch
 from structlog.testing import capture_logs
 from torch._C._distributed_c10d import HashStore
 
+from small_regression import BATCH, Regression
 from tied_ranks import OPTIMIZERS, Rank, ranks_of, trained
+from varuna import Varuna
+from varuna import training as training_module
 from varuna.copies import memory as memory_module
 from varuna.copies import pacing as pacing_module
 from varuna.copies import rank_ahead as rank_ahead_module
@@ -281,6 +284,19 @@ def test_another_generation_finds_a_new_door(world: World) -> None:
     wait_until(lambda: world.link.sent, "the state")
     assert world.taker.list_states(8, 4, 0) == []
     world.taker.open_door(world.store, replace(ENVIRONMENT, generation=8), host=HOST, request="r", rank=3, processes=1)
+    assert world.taken(4) == {}
+
+
+def test_a_process_that_joins_no_survivors_keeps_nothing_that_was_sent_ahead(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks of its generation are new, and take the whole state from elsewhere."""
+    world.open_door()
+    world.link.command(COMMAND)
+    world.begin_pass(4)
+    wait_until(lambda: world.link.sent == [("next", 4)], "the state")
+    monkeypatch.setattr(training_module, "AheadTaker", lambda: world.taker)
+    Varuna(Regression(), get_batch_fn=BATCH)
     assert world.taken(4) == {}
 
 
