@@ -9,6 +9,7 @@ Letters: P stages, D replicas, M micro-batches in the global batch; rank = repli
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -78,20 +79,28 @@ def find_complete(
     """The micro-batches that count as run; all others of the step are run again.
 
     `shares`: by rank, the micro-batches that its sums have. `stages`: by rank, the stage with which it made them.
-    `all_stages`: among them those that no rank has; there is one stage at least. At each stage no two ranks have the
-    same micro-batch. The sums of a rank count as a whole or not at all: a rank whose share is not within the answer
-    drops them. So the answer is the largest set that is, at each stage, the union of some ranks' shares.
+    `all_stages`: among them those that no rank has; there is one stage at least. The sums of a rank count as a whole or
+    not at all: a rank whose share is not within the answer drops them. So the answer is the largest set that is, at
+    each stage, the union of some ranks' shares. Shares of one stage that have a micro-batch in common do not count.
     """
     of_stage: dict[Hashable, list[frozenset[int]]] = {stage: [] for stage in all_stages}
     for share, stage in zip(shares, stages, strict=True):
         of_stage.setdefault(stage, []).append(frozenset(share))
-    by_stage = list(of_stage.values())
+    by_stage = [_drop_overlapping(held) for held in of_stage.values()]
     while True:
         complete = frozenset.intersection(*(frozenset[int]().union(*held) for held in by_stage))
         counted = [[share for share in held if share <= complete] for held in by_stage]
         if counted == by_stage:
             return complete
         by_stage = counted
+
+
+def _drop_overlapping(shares: Iterable[frozenset[int]]) -> list[frozenset[int]]:
+    """Without those that have a micro-batch in common: it would count twice. Losses that follow one another closely can
+    leave that, where only some of the ranks had added the sums of a mark."""
+    shares = list(shares)
+    ranks = Counter(number for share in shares for number in share)
+    return [share for share in shares if all(ranks[number] == 1 for number in share)]
 
 
 def deal_micro_batches(numbers: Sequence[int], shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
