@@ -49,6 +49,8 @@ class RankCopies:
         self._worker, self._device = worker, device
         self._count_state_bytes = count_state_bytes
         self._is_pipeline_sending = is_pipeline_sending
+        self.rank = environment.rank
+        """In this generation; the process may have another rank before the copies are of no use."""
         self._key = MeetingKey.from_environment(environment)
         self._owners = [rank for rank, keeper in enumerate(environment.keepers) if keeper == environment.rank]
         self._owner: CopyOwner | None = None

@@ -245,7 +245,7 @@ class StateHolder:
         self, command: GiveCommand, state: TrainingState, step: int, held: HeldFiles | None
     ) -> HeldFiles:
         worker = self._parts.worker
-        copies = [copy for copy in self._list_copies() if copy is not held]
+        copies = [copy for copy in self._list_copies() if held is None or copy.files is not held.files]
         if held is not None and held is self._held and self._has_whole_stage:
             # Who is left may lack some of the stages before, or of the present ones: the others need either.
             own = worker.environment
@@ -301,24 +301,50 @@ class StateHolder:
             return
         leave_in_memory(parts.checkpoints.training_state(), progress.step, own=environment, published_as=environment)
 
-    def list_copies_of_others(self, step: int, own_rank: int) -> list[HeldFiles]:
-        """The copies of other ranks' states after `step` steps. `own_rank`: that with which this process has trained
-        last."""
+    def list_copies_of_others(self, step: int) -> list[HeldFiles]:
+        """The copies of other ranks' states after `step` steps."""
+        states = self._parts.copies
+        own_rank = None if states is None else states.rank
         return [
-            held
-            for held in self._list_copies()
+            self._publish_copy(held)
+            for held in self._list_kept()
             if held.inventory.step == step and held.inventory.receipt.rank != own_rank
         ]
 
     def _list_copies(self) -> list[HeldFiles]:
-        """The copies of states that this process has, of its own and of others'. While it moves they are offered under
-        ranks that no process has, because those of their owners are other processes' now."""
+        """The copies of states that this process has, of its own and of others'."""
+        return [self._publish_copy(held) for held in self._list_kept()]
+
+    def _list_kept(self) -> list[HeldFiles]:
+        """The copies as they were made, in the newest generation here whose ranks have all connected."""
         states, parting = self._parts.copies, self._parts.parting
-        copies = [
+        return [
             *([] if states is None else states.list_copies()),
             *([] if parting is None else parting.list_copies()),
         ]
-        return copies if self._unmoved is None else [self._publish_apart(held) for held in copies]
+
+    def _publish_copy(self, held: HeldFiles) -> HeldFiles:
+        """As one of the generation of which this process gives its own state: those between had the same stages, but
+        perhaps fewer replicas.
+
+        While it moves, copies are offered under ranks that no process has, because those of their owners are other
+        processes' now.
+        """
+        states, present, inventory = self._parts.copies, self._parts.worker.environment, held.inventory
+        own = self._unmoved or present
+        if inventory.receipt.generation != own.generation:
+            change = {"generation": own.generation, "world_size": own.world_size}
+            is_own = states is not None and inventory.receipt.rank == states.rank
+            inventory = inventory.model_copy(
+                update={
+                    "receipt": inventory.receipt.model_copy(update=change),
+                    "p": own.plan.p,
+                    "d": own.plan.d,
+                    "published_as": present.rank if is_own else None,
+                }
+            )
+            held = replace(held, inventory=inventory)
+        return held if self._unmoved is None else self._publish_apart(held)
 
     def _publish_apart(self, held: HeldFiles) -> HeldFiles:
         """Under a rank that no process has."""

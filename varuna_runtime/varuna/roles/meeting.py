@@ -151,7 +151,7 @@ class GenerationMeeting:
             return []
         plan, count = before.plan, self._parts.section_count
         stages = stage_sections(plan.stage_starts, plan.p, count)
-        copies = self._holder.list_copies_of_others(committed, before.rank)
+        copies = self._holder.list_copies_of_others(committed)
         held = {stages[copy.inventory.receipt.rank % plan.p] for copy in copies}
         return sorted((stage.start, stage.stop) for stage in held)
 

@@ -381,7 +381,7 @@ class GenerationMembership:
         move = StageMove(self._parts)
         try:
             committed = self._parts.progress.step
-            copies = self._holder.list_copies_of_others(committed, before.rank)
+            copies = self._holder.list_copies_of_others(committed)
             _, reason = move.share_state(self._parts.assembly.stage, committed, before, copies=copies)
             self._require_success(reason or move.keep_stage())
         finally:
@@ -400,7 +400,7 @@ class GenerationMembership:
         self._holder.begin_move(before)
         self._require_together(meeting.members)
         committed = parts.progress.step
-        copies = self._holder.list_copies_of_others(committed, before.rank)
+        copies = self._holder.list_copies_of_others(committed)
         move = StageMove(parts)
         try:
             held, reason = move.share_state(

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from leaving_generation import LeavingGeneration, assert_as_if_undisturbed, assert_taken_from_memory, replace_steps
+from leaving_generation import (
+    LeavingGeneration,
+    assert_as_if_undisturbed,
+    assert_taken_from_memory,
+    finish_in_new_processes,
+    replace_steps,
+)
 from repository import TRAINING_SCRIPTS
-from small_gpt import Task
-from training_world import Zygote
+from small_gpt import Task, train_plainly
+from survivor_world import SurvivorWorld
+from training_world import Zygote, assert_exact
 from varuna_proto.environment import EXIT_PEER_LOST
+from varuna_proto.v1 import agent_pb2
 
 SCRIPT = TRAINING_SCRIPTS / "copies_script.py"
 STEPS = 8
@@ -102,6 +111,38 @@ def test_a_loss_in_an_evaluation_costs_the_steps_since_the_newest_copy(zygote: Z
         outcome = second.finish()
         assert_taken_from_memory(second, lost_after - 1)
         assert_as_if_undisturbed(task, [replace_steps(first, lost_after - 1), second], outcome)
+
+
+def lose_two(stack: ExitStack, zygote: Zygote, folder: Path, task: Task) -> SurvivorWorld:
+    """Rank 0 of 2×2 is lost, and then rank 3, before it meets rank 2 in 2×1: that one is left, with a copy of rank 1's
+    state, which has the other stage."""
+    wanted = {"lost": [{"rank": 0, "step": LOST_IN, "at": "all whole"}]}
+    world = SurvivorWorld(stack, zygote, folder, task, 2, 2, wanted=wanted, script=SCRIPT, keepers=(3, 2))
+    left = world.wait_until_left({0})
+    assert left[2].step == LOST_IN - 1
+    assert (1, LOST_IN - 1) in {(copy.rank, copy.step) for copy in left[2].copies}
+    world.go_on_as(replace(world.plan, d=1), [2, 3], absent={3})
+    world.ends[2].wait_for_number("hello", 2)
+    world.ends[2].send_leave(agent_pb2.STOP_MODE_LEAVE_NOW, keep_state=True)
+    world.ends[3].hang_up()
+    return world
+
+
+def test_a_copy_is_given_with_a_state_that_has_failed_to_go_on(zygote: Zygote, tmp_path: Path) -> None:
+    """They are of two generations, and of the same step."""
+    with ExitStack() as stack:
+        world = lose_two(stack, zygote, tmp_path, Task(steps=STEPS))
+        [left] = finish_in_new_processes(stack, zygote, tmp_path, world, {0: 2})
+        assert (left.gives_only, left.step) == (False, LOST_IN - 1)
+
+
+def test_a_rank_takes_the_stage_of_a_copy_after_it_has_failed_to_go_on(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        world = lose_two(stack, zygote, tmp_path, task)
+        assert world.go_on_as(replace(world.plan, p=1, d=1, recompute=()), [2]) == [LOST_IN - 1]
+        assert_exact(world.finish(), train_plainly(task), task)
+        assert not world.ends[2].list_messages("script_obstacle")
 
 
 @pytest.mark.slow
