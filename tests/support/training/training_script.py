@@ -14,7 +14,8 @@ before one dies in it,
 "emulates_nccl": bool, for links that use NCCL on devices that it does not know,
 "hosts_apart": bool, for links with several connections, whose messages are cut however small they are,
 "keeps_parameters": bool, for a script that cannot take another stage; "dies_in_move": the rank that dies when it does,
-by its first rank, "dies_connecting": the same, that dies when it connects with its new stage, "data_workers": of
+by its first rank, "refuses_in_move": the same, that once does not give what another one asks for,
+"dies_connecting": the same, that dies when it connects with its new stage, "data_workers": of
 `Batches`, "reads_state": bool, of the optimizer, between `resume` and the first step, "reads_state_loading":
 bool, in `resume`,
 "validates": after each step, on so many batches of another `Batches`, "dies_validating": {"rank", "step"}, before the
@@ -65,6 +66,8 @@ from varuna.data import Batches
 from varuna.distributed.agreement import StepTotals
 from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.groups import RankGroup
+from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message
+from varuna.holdings.giving import HolderServer
 from varuna.roles.progress import TrainingStep
 from varuna.roles.share_pass import SharePass
 from varuna.roles.training import TrainingRole
@@ -193,6 +196,21 @@ def lose_peers(departure: Departure, out: Path, rank: int, step: int) -> None:
     departure.raise_if_leaving()
 
 
+def refuse_once() -> None:
+    """Does not give the first file that another process asks for."""
+    answer, refused = HolderServer._answer_request, False
+
+    def answer_or_refuse(server: HolderServer, connection: socket.socket, *request: Any) -> None:
+        nonlocal refused
+        if refused:
+            answer(server, connection, *request)
+        else:
+            refused = True
+            connection.sendall(pack_message(AnswerStatus.REFUSED, [b"it was told to refuse"]))
+
+    HolderServer._answer_request = answer_or_refuse  # type: ignore[assignment,method-assign]
+
+
 class StateReader:
     """A registered state that looks into the optimizer's."""
 
@@ -249,6 +267,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         os.kill(os.getpid(), signal.SIGKILL)
     if wanted.get("dies_in_move") == rank:
         setattr(varuna.roles.moving.StageMove, "take_stage", die)  # noqa: B010 - no type of a patch
+    if wanted.get("refuses_in_move") == rank:
+        refuse_once()
     if wanted.get("dies_connecting") == rank:
         setattr(varuna.roles.membership, "connect_stage", die)  # noqa: B010 - no type of a patch
     first = model.resume() + 1

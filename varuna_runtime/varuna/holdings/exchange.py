@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.errors import CheckpointError, HolderError
 from varuna.checkpoint.format.manifest import FileEntry, FileKind
 from varuna.checkpoint.loading.loader import StagedCheckpoint, stage_state
 from varuna.checkpoint.state.rank_state import OPTIMIZER_ENTRIES, TrainingState
 from varuna.checkpoint.storage.windows import map_ahead
+from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
 from varuna.holdings.giving import HolderServer
 from varuna.holdings.held_state import list_needed_files
@@ -25,16 +26,30 @@ from varuna.holdings.merging import MergedInventories, merge_inventories
 from varuna.holdings.taking import HeldStateReader
 from varuna.holdings.transfer_plan import RankNeeds, plan_transfers
 
-__all__ = ["StateExchange"]
+__all__ = ["MoveObstacle", "StateExchange", "describe_fault"]
 
 _MOST_GIVERS = 4
 """That give to one rank at once."""
 
 
+class MoveObstacle(NamedTuple):
+    """Why the ranks cannot take their stages."""
+
+    reason: str
+    is_passing: bool = False
+    """Whether another move may succeed: one rank has not got what another one holds, say. Otherwise the script, the
+    model or a lack of memory would prevent that, too."""
+
+
+def describe_fault(error: Exception) -> MoveObstacle:
+    """What `error` means for a move."""
+    return MoveObstacle(first_line(error) or type(error).__name__, isinstance(error, HolderError | OSError))
+
+
 class StateExchange:
     """One rank's part. All ranks make one, and call its methods in the same order, whatever happens to them.
 
-    What keeps one rank from going on keeps all: the methods return its reason on every rank; "" if there is none.
+    What keeps one rank from going on keeps all: the methods return it on every rank; None if there is nothing.
     """
 
     def __init__(
@@ -83,22 +98,22 @@ class StateExchange:
     def share_inventories(
         self,
         held: HeldFiles | None,
-        obstacle: str,
+        obstacle: MoveObstacle | None,
         beside: Mapping[int, HeldFile] | None = None,
         copies: Sequence[HeldFiles] = (),
-    ) -> str:
+    ) -> MoveObstacle | None:
         """Tells the others what this rank has, and serves it until `close`. `held`: None: nothing.
 
         `beside`: by rank, a file that this one alone gives to that rank alone, besides its state. `copies`: of others'
         states after the same step.
         """
         text, beside = "", beside or {}
-        if held is not None and not obstacle:
+        if held is not None and obstacle is None:
             served = replace(held, files=held.files | {_name_beside(rank): file for rank, file in beside.items()})
             try:
                 self._server = HolderServer(served, self._key, self._host, copies)
             except OSError as error:
-                obstacle = f"no port to give the state from: {error}"
+                obstacle = MoveObstacle(f"no port to give the state from: {error}", is_passing=True)
             else:
                 address = {"address": self._server.address}
                 text = encode_inventories([one.inventory.model_copy(update=address) for one in (held, *copies)])
@@ -106,8 +121,8 @@ class StateExchange:
         shared = self._gather_values(
             "inventory", {"obstacle": obstacle, "inventory": text, "beside": sizes, "series": self._series}
         )
-        if reason := _first_reason([one["obstacle"] for one in shared]):
-            return reason
+        if found := _choose_obstacle(shared):
+            return found
         try:
             inventories = [
                 (decode_inventories(one["inventory"], f"the inventory of rank {rank}"), one["beside"])
@@ -116,12 +131,13 @@ class StateExchange:
             ]
             self._merged = merge_inventories(inventory for of_rank, _ in inventories for inventory in of_rank)
         except CheckpointError as error:
-            return str(error)
+            return MoveObstacle(str(error), is_passing=True)
         self._ahead = self._find_ahead({one["series"] for one in shared if one["inventory"]})
         # A rank's own inventory is the first of those that it gives.
         sizes_to_own = [(of_rank[0], beside.get(str(self._rank), 0)) for of_rank, beside in inventories]
         self._beside = [(inventory, size) for inventory, size in sizes_to_own if size]
-        return _describe_registered(self._merged)
+        registered = _describe_registered(self._merged)
+        return MoveObstacle(registered) if registered else None
 
     def _find_ahead(self, series: set[int | None]) -> dict[str, HeldFile]:
         """The files of the merged state that are here already. `series`: of those who hold it."""
@@ -136,38 +152,40 @@ class StateExchange:
             if part.inventory.has_same_file(entry, self._merged.holders[entry.name][0])
         }
 
-    def stage_state(self, state: TrainingState | None, obstacle: str) -> tuple[StagedCheckpoint | None, str]:
+    def stage_state(
+        self, state: TrainingState | None, obstacle: MoveObstacle | None
+    ) -> tuple[StagedCheckpoint | None, MoveObstacle | None]:
         """Makes what this rank lacks ready to be loaded into `state`; None: it lacks nothing, or has an `obstacle`."""
         assert self._merged is not None, "inventories are shared first"
         manifest = self._merged.manifest
         needed = [] if state is None else [entry.name for entry in list_needed_files(manifest, state)]
         files = [name for name in needed if name not in self._ahead]
         shared = self._gather_values("needs", {"obstacle": obstacle, "host": self._host, "files": files})
-        if reason := _first_reason([one["obstacle"] for one in shared]):
-            return None, reason
+        if found := _choose_obstacle(shared):
+            return None, found
         if state is None:
-            return None, ""
+            return None, None
         needs = {rank: RankNeeds(str(one["host"]), tuple(one["files"])) for rank, one in enumerate(shared)}
         try:
             plan = plan_transfers(self._merged.sources, needs)
             own = {file: holder for (rank, file), holder in plan.items() if rank == self._rank}
             self._reader = HeldStateReader(self._merged, own, self._key, self._host, self._ahead)
-            return stage_state(manifest, self._reader, state), ""
+            return stage_state(manifest, self._reader, state), None
         except CheckpointError as error:  # the others learn it in `agree`
-            return None, str(error)
+            return None, describe_fault(error)
 
     def take_beside(self) -> Iterator[dict[str, Tensor]]:
-        """The tensors of each file that another rank gives to this one, after `stage_state`. Raises OSError, ValueError
-        when one does not give it."""
+        """The tensors of each file that another rank gives to this one, after `stage_state`. Raises HolderError when
+        one does not give it."""
         reader, name = self._reader, _name_beside(self._rank)
         if self._beside:
             assert reader is not None, "what this rank lacks is staged first"
             givers = min(len(self._beside), _MOST_GIVERS)
             yield from map_ahead(lambda one: reader.read_beside(one[0], name, one[1]), self._beside, ahead=givers)
 
-    def agree(self, obstacle: str) -> str:
+    def agree(self, obstacle: MoveObstacle | None) -> MoveObstacle | None:
         """Waits until every rank has what it needs."""
-        return _first_reason([one["obstacle"] for one in self._gather_values("prepared", {"obstacle": obstacle})])
+        return _choose_obstacle(self._gather_values("prepared", {"obstacle": obstacle}))
 
     def close(self) -> None:
         """Ends the connections."""
@@ -184,8 +202,10 @@ def _name_beside(rank: int) -> str:
     return f"beside/{rank}"
 
 
-def _first_reason(reasons: Sequence[str]) -> str:
-    return next((reason for reason in reasons if reason), "")
+def _choose_obstacle(shared: Iterable[Mapping[str, Any]]) -> MoveObstacle | None:
+    """That of the first rank that has one; one that stays goes before those that pass."""
+    obstacles = [MoveObstacle(*one["obstacle"]) for one in shared if one["obstacle"] is not None]
+    return min(obstacles, key=lambda obstacle: obstacle.is_passing, default=None)
 
 
 def _describe_registered(merged: MergedInventories) -> str:

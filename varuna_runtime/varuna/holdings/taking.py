@@ -115,8 +115,11 @@ class HeldStateReader:
             yield from zip(wanted, map_ahead(self._fetch_content, wanted, ahead=ahead), strict=True)
 
     def read_beside(self, inventory: Inventory, name: str, size: int) -> dict[str, Tensor]:
-        """The tensors of a file of `size` bytes that a holder gives beside its state. Raises OSError, ValueError."""
-        return tensor_file.read_tensors(self._fetch_file(inventory, name, size))[0]
+        """The tensors of a file of `size` bytes that a holder gives beside its state. Raises HolderError."""
+        try:
+            return tensor_file.read_tensors(self._fetch_file(inventory, name, size))[0]
+        except (OSError, ValueError, struct.error) as error:
+            raise HolderError(_describe_failure(inventory, name, error), (inventory.rank,)) from error
 
     def close(self) -> None:
         """Closes the connections to the holders."""
@@ -164,10 +167,7 @@ class HeldStateReader:
         raise HolderError("; ".join(self._faults[rank] for rank in ranks), ranks)
 
     def _record_fault(self, inventory: Inventory, entry: FileEntry, error: Exception) -> None:
-        fault = (
-            f"the process that was rank {inventory.rank}, at {inventory.address}, did not give {entry.name}: "
-            f"{first_line(error) or type(error).__name__}"
-        )
+        fault = _describe_failure(inventory, entry.name, error)
         with self._lock:
             is_first = self._faults.setdefault(inventory.rank, fault) == fault
         if is_first:
@@ -202,6 +202,13 @@ class HeldStateReader:
             if idle:
                 return idle.pop()
         return connect_to_server(inventory.address, self._key)
+
+
+def _describe_failure(inventory: Inventory, name: str, error: Exception) -> str:
+    return (
+        f"the process that was rank {inventory.rank}, at {inventory.address}, did not give {name}: "
+        f"{first_line(error) or type(error).__name__}"
+    )
 
 
 def connect_to_server(address: str, key: MeetingKey) -> socket.socket:

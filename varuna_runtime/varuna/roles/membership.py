@@ -23,6 +23,7 @@ from varuna.diagnostics.start_phases import StartPhases
 from varuna.distributed.agreement import StepTotals, agree_on_totals
 from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
+from varuna.holdings.exchange import MoveObstacle
 from varuna.partition import Stage
 from varuna.pipeline.micro_batches import split_spans
 from varuna.roles.kept_shares import KeptShare, StepRest
@@ -126,11 +127,11 @@ class GenerationMembership:
         move, are_late = NewcomerMove(worker, parts.taken_ahead), are_sums_late(rest)
         is_late = self._is_state_late(settled.members)
         try:
-            loaded, reason = move.take_state(
+            loaded, obstacle = move.take_state(
                 parts.checkpoints.training_state(), for_passes=is_late, without_sums=are_late
             )
             parts.taken_ahead.close()
-            self._require_success(reason)
+            self._require_moved(obstacle)
             if is_late or are_late:
                 parts.await_late_state(move, end_move=lambda: None)
                 parts.checkpoints.count_state(late_bytes=parts.late_bytes)
@@ -382,8 +383,8 @@ class GenerationMembership:
         try:
             committed = self._parts.progress.step
             copies = self._holder.list_copies_of_others(committed)
-            _, reason = move.share_state(self._parts.assembly.stage, committed, before, copies=copies)
-            self._require_success(reason or move.keep_stage())
+            _, obstacle = move.share_state(self._parts.assembly.stage, committed, before, copies=copies)
+            self._require_moved(obstacle or move.keep_stage())
         finally:
             move.close()
 
@@ -403,17 +404,17 @@ class GenerationMembership:
         copies = self._holder.list_copies_of_others(committed)
         move = StageMove(parts)
         try:
-            held, reason = move.share_state(
+            held, obstacle = move.share_state(
                 parts.assembly.stage, committed, before, copies=copies, sums=sums, lent=meeting.lent
             )
-            self._require_success(reason)
+            self._require_moved(obstacle)
             self._holder.release_stage(held)
             parts.show_tensors({}, {})
             with keep_global_generators(parts.device):
-                stage, reason = move.take_stage(
+                stage, obstacle = move.take_stage(
                     self._release_stage(), parts.model_map, for_passes=is_late, without_sums=are_late
                 )
-            self._require_success(reason)
+            self._require_moved(obstacle)
             assert stage is not None
             peer_bytes = move.peer_bytes
             if is_late or are_late:
@@ -452,6 +453,14 @@ class GenerationMembership:
     def _require_together(self, members: Sequence[GenerationMember]) -> None:
         if reason := explain_apart(members, self._parts.section_count):
             self._leave_unmoved(reason)
+
+    def _require_moved(self, obstacle: MoveObstacle | None) -> None:
+        """`obstacle`: why ranks cannot take their stages in place; None: they have. What passes is not the script's:
+        new processes take the state, and the job moves in place the next time."""
+        if obstacle is not None:
+            if obstacle.is_passing:
+                self._leave_unmoved(obstacle.reason)
+            self._require_success(obstacle.reason)
 
     def _require_success(self, reason: str) -> None:
         """`reason`: why ranks cannot take their stages in place, which is the script's; empty: they have."""

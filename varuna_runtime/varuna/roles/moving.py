@@ -24,7 +24,7 @@ from varuna.checkpoint.loading.reader import FileContent
 from varuna.copies.ahead_taker import AheadTaker
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
-from varuna.holdings.exchange import StateExchange
+from varuna.holdings.exchange import MoveObstacle, StateExchange, describe_fault
 from varuna.holdings.inventory import HeldFile, HeldFiles
 from varuna.optim.awaited_state import AwaitedStates
 from varuna.optim.host_parameters import is_own_hook
@@ -137,12 +137,12 @@ class StageMove(_Move):
         copies: Sequence[HeldFiles] = (),
         sums: SumsPlan | None = None,
         lent: Mapping[int, Mapping[str, Tensor]] | None = None,
-    ) -> tuple[HeldFiles | None, str]:
+    ) -> tuple[HeldFiles | None, MoveObstacle | None]:
         """Offers what this rank, with `stage`, holds after `step` steps. Nothing changes.
 
         `before`: of the rank that this process was. `copies`: of other ranks' states. `sums`: where the sums of the
         step under way go that count; None: nowhere. `lent`: the copies of other stages' sums that count, by their
-        numbers. Returns what it holds, and why the ranks cannot move; empty: they can.
+        numbers. Returns what it holds, and why the ranks cannot move; None: they can.
         """
         state = self._parts.checkpoints.training_state()
         held: HeldFiles | None = None
@@ -155,7 +155,8 @@ class StageMove(_Move):
                 beside = self._offer_sums(stage, sums, lent or {})
         except (CheckpointError, ValueError) as error:
             obstacle = str(error)
-        return held, self._exchange.share_inventories(held, obstacle, beside, copies)
+        own = MoveObstacle(obstacle) if obstacle else None
+        return held, self._exchange.share_inventories(held, own, beside, copies)
 
     def _offer_sums(
         self, stage: Stage, plan: SumsPlan | None, lent: Mapping[int, Mapping[str, Tensor]]
@@ -185,45 +186,46 @@ class StageMove(_Move):
 
     def take_stage(
         self, before: Stage, model_map: ModelMap, *, for_passes: bool, without_sums: bool
-    ) -> tuple[Stage | None, str]:
+    ) -> tuple[Stage | None, MoveObstacle | None]:
         """Makes another stage of `before`, which nothing may use now, and fills it.
 
         `for_passes`: only with what passes read; `read_for_update` and `fill_for_update` follow. `without_sums`: those
-        of other ranks do not come yet, but with `read_sums`. Returns it when all ranks have theirs, or else the reason.
-        Then nothing of either stage is of use here, but what `share_state` has returned.
+        of other ranks do not come yet, but with `read_sums`. Returns it when all ranks have theirs, or else the
+        obstacle. Then nothing of either stage is of use here, but what `share_state` has returned.
         """
         taken: Stage | None = None
         state: TrainingState | None = None
         left: list[tuple[str, weakref.ref[Tensor]]] = []
-        obstacle = ""
+        own: MoveObstacle | None = None
         try:
             taken, state, left = self._recut(before, model_map)
         except Exception as error:  # the script's classes may raise anything, and memory may be short
-            obstacle = first_line(error) or type(error).__name__
+            own = MoveObstacle(first_line(error) or type(error).__name__)
         del before
-        staged, reason = self._exchange.stage_state(state, obstacle)
+        staged, obstacle = self._exchange.stage_state(state, own)
         if staged is not None:
             try:
-                reason = self._fill(staged, left, for_passes=for_passes)
-                if not reason:
+                if kept := self._fill(staged, left, for_passes=for_passes):
+                    obstacle = MoveObstacle(kept)
+                else:
                     self._add_sums(taken, without_others=without_sums)
             except Exception as error:
-                reason = first_line(error) or type(error).__name__
-        reason = self._exchange.agree(reason)
-        return (None, reason) if reason else (taken, "")
+                obstacle = describe_fault(error)
+        obstacle = self._exchange.agree(obstacle)
+        return (None, obstacle) if obstacle else (taken, None)
 
     def read_sums(self) -> list[dict[str, Tensor]]:
         """The sums of gradients that this rank gets from others, each by first name of the parameter. After the stage
-        has been staged. Raises OSError, ValueError."""
+        has been staged. Raises HolderError."""
         return list(self._exchange.take_beside())
 
-    def keep_stage(self) -> str:
+    def keep_stage(self) -> MoveObstacle | None:
         """As `take_stage`, where this rank and all that were there before keep their stages, and new ones take theirs.
 
-        Returns why these cannot; empty: they have.
+        Returns why these cannot; None: they have.
         """
-        _, reason = self._exchange.stage_state(None, "")
-        return self._exchange.agree(reason)
+        _, obstacle = self._exchange.stage_state(None, None)
+        return self._exchange.agree(obstacle)
 
     def _recut(
         self, before: Stage, model_map: ModelMap
@@ -314,14 +316,14 @@ class NewcomerMove(_Move):
 
     def take_state(
         self, state: TrainingState, *, for_passes: bool, without_sums: bool
-    ) -> tuple[LoadedCheckpoint | None, str]:
-        """Fills `state` with what the others hold. Returns what was loaded, or None and the reason, which all ranks
+    ) -> tuple[LoadedCheckpoint | None, MoveObstacle | None]:
+        """Fills `state` with what the others hold. Returns what was loaded, or None and the obstacle, which all ranks
         get. `for_passes`, `without_sums`: as of `StageMove.take_stage`."""
-        reason = self._exchange.share_inventories(None, "")
-        if reason:
-            return None, reason
+        obstacle = self._exchange.share_inventories(None, None)
+        if obstacle:
+            return None, obstacle
         loaded: LoadedCheckpoint | None = None
-        staged, reason = self._exchange.stage_state(state, "")
+        staged, obstacle = self._exchange.stage_state(state, None)
         if staged is not None:
             try:
                 self._fill_values(staged, for_passes=for_passes)
@@ -329,9 +331,9 @@ class NewcomerMove(_Move):
                 if not without_sums:
                     self.read_sums()
             except (CheckpointError, OSError, ValueError) as error:
-                reason = first_line(error)
-        reason = self._exchange.agree(reason)
-        return (None, reason) if reason else (loaded, "")
+                obstacle = describe_fault(error)
+        obstacle = self._exchange.agree(obstacle)
+        return (None, obstacle) if obstacle else (loaded, None)
 
     def hide_late_state(self, wait: Callable[[], None]) -> None:
         """From now on the script waits where it looks into an optimizer's state that is late. `wait`: returns when that

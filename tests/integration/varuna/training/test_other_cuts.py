@@ -157,3 +157,16 @@ def test_a_script_that_keeps_parameters_restarts_from_memory(zygote: Zygote, tmp
         assert reason.startswith(f"{OTHER_STAGES}the script or a module keeps ")
         left = finish_in_new_processes(stack, zygote, tmp_path, world, {0: 1, 1: 0})
         assert all(one.gives_only for one in left)
+
+
+def test_ranks_that_once_do_not_get_a_state_restart_from_memory(zygote: Zygote, tmp_path: Path) -> None:
+    """The script is not to blame, so the next move is tried."""
+    with ExitStack() as stack:
+        wanted = {**LEAVES_AFTER, "refuses_in_move": 0}
+        world = SurvivorWorld(stack, zygote, tmp_path, Task(steps=STEPS), 2, 1, wanted=wanted)
+        world.leave_at_boundary()
+        world.go_on_as(replace(world.plan, p=1, d=2), [1, 0])
+        left = finish_in_new_processes(stack, zygote, tmp_path, world, {0: 1, 1: 0})
+        assert all(one.gives_only for one in left)
+        assert "it was told to refuse" in world.logs()
+        assert not any(end.list_messages("script_obstacle") for end in world.ends.values())

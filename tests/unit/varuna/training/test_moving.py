@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from varuna.checkpoint.saving.snapshot import HostBuffers, RankSnapshot, make_sn
 from varuna.checkpoint.state.group_options import OptionsByName, encode_groups
 from varuna.checkpoint.state.rank_state import fill_values
 from varuna.checkpoint.state.stage_state import held_state, state_dict_names
+from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.topology import stage_sections
+from varuna.holdings.exchange import MoveObstacle, StateExchange
 from varuna.model.tensor_swap import TensorSwap
 from varuna.optim.host_parameters import HostParameters
 from varuna.optim.optimizers import find_foreign_state, replace_parameters
@@ -43,6 +46,15 @@ def test_a_job_moves_where_any_rank_has_another_stage(p: int, d: int, data: st.D
     ]
     expected = any((one.start, one.stop) != (stages[r % p].start, stages[r % p].stop) for r, one in enumerate(held))
     assert must_move(members, stages) is expected
+
+
+def test_what_passes_hides_no_obstacle_that_stays() -> None:
+    """All ranks report to their agents what they have agreed on."""
+    passes, stays = MoveObstacle("it does not answer", is_passing=True), MoveObstacle("the script keeps w")
+    others = [json.dumps({"obstacle": one}) for one in (None, passes)]
+    exchange = StateExchange(lambda _, own: [*others, own], key=MeetingKey(b"secret"), rank=2, host="")
+    assert exchange.agree(stays) == stays
+    assert exchange.agree(None) == passes
 
 
 # ---------------------------------------------------------------- modules
