@@ -87,10 +87,15 @@ class Assembly:
     def evaluation_mode(self) -> Iterator[None]:
         """Evaluation mode for the block; afterwards every module is in the mode that it was in."""
         modes = {part: part.training for part in self.stage.module.modules()}
-        self.stage.module.eval()
         try:
+            self.stage.module.eval()
             yield
         finally:
+            # By `train`, parents first: an override may undo there what it has done for evaluation (merged weights).
+            for part, training in modes.items():
+                if part.training != training:
+                    part.train(training)
+            # An override may also set another mode than it is given.
             for part, training in modes.items():
                 part.training = training
 

@@ -52,6 +52,39 @@ class FrozenNorm(Head):
         return self
 
 
+class MergedAdapter(nn.Linear):
+    """Adds its adapter to the weight in evaluation mode, in its own `train`, as loralib's `Linear` does."""
+
+    def __init__(self) -> None:
+        super().__init__(H, H)
+        self.weight.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(1, H)), nn.Parameter(torch.zeros(H, 1))
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> MergedAdapter:
+        super().train(mode)
+        if self.is_merged is mode:
+            self.weight.data += (self.b @ self.a) * (-1 if mode else 1)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.is_merged else y + x @ self.a.T @ self.b.T
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.dropout, self.head = MergedAdapter(), nn.Dropout(), nn.Linear(H, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().all():
+            raise ValueError("no example is a number")
+        return self.head(self.dropout(self.body(x).tanh())).square().mean()
+
+
 def batch(step: int = 0) -> dict[str, Tensor]:
     return {"x": torch.randn(4, H, generator=torch.Generator().manual_seed(step))}
 
@@ -87,6 +120,50 @@ def test_modes_are_those_that_the_script_sets_last(through: str) -> None:
         assert users.training == mode
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(training_role(model).assembly.stage.buffers[name], buffer, msg=name)
+
+
+@pytest.mark.parametrize("trains", [(True, True), (True, False), (False, True)], ids=["all", "all but it", "only it"])
+def test_a_layer_that_changes_with_its_mode_is_as_before_after_an_evaluation(trains: tuple[bool, bool]) -> None:
+    plain, users = Adapted(), Adapted()
+    plain.dropout.p = users.dropout.p = 0.0
+    for one in (plain, users):
+        one.train(trains[0])
+        one.body.train(trains[1])
+    model = wrap(users)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        expected = plain(**batch(step))
+        expected.backward()
+        optimizer.step()
+        assert model.step(batch(step))[0] == pytest.approx(expected.item(), rel=1e-6)
+        if step == 1:
+            plain.eval()
+            assert model.evaluate(batch(9)) == pytest.approx(plain(**batch(9)).item(), rel=1e-6)
+            plain.train(trains[0])
+            plain.body.train(trains[1])
+            assert model.get_submodule("body").is_merged is not trains[1]
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, msg=name)
+
+
+def test_a_layer_that_changes_with_its_mode_is_as_before_after_an_evaluation_that_fails() -> None:
+    model = wrap(Adapted())
+    model.step(batch())
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match="no example is a number"):
+        model.evaluate({"x": torch.full((4, H), torch.nan)})
+    assert not model.get_submodule("body").is_merged
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, before[name], msg=name)
+
+
+@pytest.mark.parametrize("own_mode", [True, False])
+def test_an_evaluation_leaves_a_part_in_its_own_mode_whatever_train_of_the_model_does(own_mode: bool) -> None:
+    model = wrap(FrozenNorm())
+    model.get_submodule("norm").train(own_mode)
+    model.evaluate(batch())
+    assert modes_in(model) == [True, own_mode]
 
 
 def test_what_the_optimizer_is_given_of_the_wrapped_model_is_refused() -> None:
