@@ -97,8 +97,8 @@ class ModuleView(FixedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the user's model are set there, where its forward reads them."""
         surface = self.__dict__.get("_surface")
-        own = surface is None or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if own:
+        own = surface is None or name.startswith("__") or name in self.__dict__ or hasattr(type(self), name)
+        if own or (name.startswith("_") and not hasattr(surface.module, name)):  # type: ignore[union-attr]
             super().__setattr__(name, value)
         elif isinstance(value, nn.Module | nn.Parameter):
             raise self._refusal(f"{name} = {type(value).__name__}(…)", CUT_MODEL)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from training_roles import training_role
 from varuna import CutPoint, Varuna
 from varuna.distributed.worker_environment import read_worker_environment
 from varuna.model import state_dicts
@@ -31,7 +32,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.config, self.temperature = Config(), 1.0
+        self.config, self.temperature, self._gate = Config(), 1.0, 1.0
         self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
         self.last = nn.Linear(4, 4)
         self.last.weight = self.first.weight
@@ -48,7 +49,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.cut_point(self.norm(self.first(x))).tanh()
-        return F.mse_loss(self.last(self.second(x) * self.scale * self.unsaved) / self.temperature, x)
+        return self._gate * F.mse_loss(self.last(self.second(x) * self.scale * self.unsaved) / self.temperature, x)
 
 
 def batch(size: int, device: str = "cpu") -> dict[str, Tensor]:
@@ -99,6 +100,22 @@ def test_attributes_are_those_of_the_users_model() -> None:
         _ = model.confg
     with pytest.raises(AttributeError, match="'Model' object has no attribute 'broken'"):  # as nn.Module says it
         _ = model.broken
+
+
+def test_underscored_attributes_that_the_users_model_has_are_set_there() -> None:
+    model = wrapped()
+    model._gate = 0.0
+    assert (model._gate, model.evaluate(batch(4))) == (0.0, 0.0)
+    assert training_role(model).surface.module._gate == 0.0
+    model._note = "the script's own"
+    assert model._note == "the script's own"
+    assert not hasattr(training_role(model).surface.module, "_note")
+
+
+@pytest.mark.parametrize("value", [nn.Linear(4, 4), nn.Parameter(torch.ones(4))], ids=["module", "parameter"])
+def test_no_underscored_attribute_of_the_users_model_becomes_a_module_or_parameter(value: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"_gate = \w+\(…\)"):
+        wrapped()._gate = value
 
 
 def test_copies_are_refused_and_shallow_ones_are_the_same_model() -> None:
