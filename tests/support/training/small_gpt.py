@@ -69,6 +69,9 @@ class Task:
     checkpointed: bool = False
     """The blocks run again in the backward (torch.utils.checkpoint)."""
 
+    noisy: bool = False
+    """The model draws noise for its tokens in evaluation mode only."""
+
     doubled: bool = False
     """The model is in float64, in which another order of sums makes no difference that could hide a mistake."""
 
@@ -115,6 +118,7 @@ class SmallGPT(nn.Module):
         self.skip = nn.Linear(H, H) if task.skip else None
         self.scale = Scale() if task.scaled else None
         self.weighted, self.counts, self.checkpointed = task.padded, task.counts, task.checkpointed
+        self.noisy = task.noisy
         if task.counts:
             self.register_buffer("seen", torch.zeros(()))
         self.tie_weights(task)
@@ -130,6 +134,8 @@ class SmallGPT(nn.Module):
         x = self.embedding(tokens)
         if self.counts:
             self.get_buffer("seen").add_(tokens.shape[0])
+        if self.noisy and not self.training:
+            x = x + torch.randn_like(x)
         past = 0 if self.skip is None else self.skip(x)
         scale: Tensor | None = None
         for number, (block, cut_point) in enumerate(zip(self.blocks, [*self.cut_points, None], strict=True)):

@@ -13,6 +13,7 @@ from varuna_proto.environment import WorkerEnvironment
 
 __all__ = [
     "Topology",
+    "place_in_batch",
     "share_of_batch",
     "spans_of_micro_batches",
     "stage_sections",
@@ -77,15 +78,34 @@ def share_of_batch(examples: int, environment: WorkerEnvironment, replica: int) 
     A batch of another size (the end of a data set, an evaluation) is cut into micro-batches in the same way. A script
     that loads its own examples may give all replicas equally many, whatever shares the plan gives them.
     """
-    plan, m = environment.plan, environment.plan.micro_batch
-    if not plan.global_batch:  # a single process without a plan: its examples are the whole batch
+    m = environment.plan.micro_batch
+    if not environment.plan.global_batch:  # a single process without a plan: its examples are the whole batch
         return (micro_batch_sizes(examples, m or examples) if examples else ()), 0
+    sizes, first = _planned_share(examples, environment, replica)
+    return sizes or (micro_batch_sizes(examples, m) if examples else ()), first
+
+
+def place_in_batch(examples: int, environment: WorkerEnvironment, replica: int) -> int:
+    """The place of a replica's first example in the batch of all replicas, of any size.
+
+    No example has the place of another replica's if all have equally many, or none has more than in a step.
+    """
+    if not environment.plan.global_batch:
+        return 0
+    sizes, first = _planned_share(examples, environment, replica)
+    planned = first * environment.plan.micro_batch
+    return planned if sizes else max(planned, replica * examples)
+
+
+def _planned_share(examples: int, environment: WorkerEnvironment, replica: int) -> tuple[tuple[int, ...], int]:
+    """As `share_of_batch`, but without sizes where the plan does not give this replica so many examples."""
+    plan = environment.plan
     for shares in (plan.shares, ()):
-        run = micro_batches(plan.global_batch, m, plan.d, shares)[replica]
-        sizes = micro_batch_sizes(plan.global_batch, m)[run.start : run.stop]
+        run = micro_batches(plan.global_batch, plan.micro_batch, plan.d, shares)[replica]
+        sizes = micro_batch_sizes(plan.global_batch, plan.micro_batch)[run.start : run.stop]
         if sum(sizes) == examples:
             return sizes, run.start
-    return (micro_batch_sizes(examples, m) if examples else ()), run.start
+    return (), run.start
 
 
 def spans_of_micro_batches(numbers: Iterable[int], micro_batch: int, global_batch: int) -> dict[int, range]:

@@ -167,10 +167,16 @@ class Engine:
             self._written.write_back()
         return result
 
-    def run_evaluation_pass(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> PassResult:
+    def run_evaluation_pass(
+        self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None], *, seed: int, step: int
+    ) -> PassResult:
         """Runs the forward of all micro-batches, in order, without gradients. Buffers keep their values.
 
         A stage that is faster than the next one waits for it, so that few messages are in memory.
+
+        Args:
+            seed: of this evaluation (`evaluation_seed`).
+            step: the newest one.
         """
         run = self._begin_pass(micro_batches, ())
         unchanged_buffers = self._written.restore_values([*self._written.homes.values()])
@@ -180,9 +186,10 @@ class Engine:
                     self._links.activations_out.wait_for_room(_MESSAGES_AHEAD_IN_EVALUATION)
                 self._departure.wait_until(lambda: run.activations.arrived > run.forwards)
                 with run.timer.measure_op(Op.F.name, number):
-                    outputs = self._run_stage(
-                        self._take_inputs(run, number), run.activations.take_message(number, self._device)
-                    )
+                    micro_batch = self._take_inputs(run, number)
+                    received = run.activations.take_message(number, self._device)
+                    with self._seeding_sections(seed, step, micro_batch):
+                        outputs = self._run_stage(micro_batch, received)
                     self._send_outputs(run, outputs, number)
                     self._start_loading(run, number + 1)
                 run.forwards += 1

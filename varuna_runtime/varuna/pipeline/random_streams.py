@@ -3,6 +3,7 @@
 Before a section runs for a micro-batch, the device's generators are seeded from (seed, step, place of the micro-batch's
 first example in the global batch, section). So dropout is the same for every P and D, and a recomputed forward draws
 the same numbers again. No two micro-batches draw the same ones, also in a step that goes on with smaller ones.
+An evaluation has a seed of its own, from its number since the newest step.
 Where random numbers belong to examples (random_by_example.py), they are the same for every size of the micro-batches,
 too. Then the CPU's generator, which gives the draws their keys, is seeded without the micro-batch.
 """
@@ -22,7 +23,7 @@ from varuna.pipeline.random_by_example import ExampleStreams
 from varuna.pipeline.random_operations import install_hooks
 from varuna.pipeline.seed_mixing import mix_seed
 
-__all__ = ["RandomStreams", "preserve_generators", "seed_generators", "stream_seed"]
+__all__ = ["RandomStreams", "evaluation_seed", "preserve_generators", "seed_generators", "stream_seed"]
 
 _MASK = (1 << 64) - 1
 _ALL = -1
@@ -38,6 +39,14 @@ def stream_seed(seed: int, step: int, first_example: int, section: int) -> int:
     for part in (seed, step, first_example, section):
         state = mix_seed(state ^ (part & _MASK))
     return state >> 1
+
+
+def evaluation_seed(seed: int, number: int) -> int:
+    """In place of `seed`, that of the streams of an evaluation, which are no step's.
+
+    `number`: of the evaluation, from 0, since the newest step.
+    """
+    return mix_seed(mix_seed(seed & _MASK) ^ number)
 
 
 def seed_generators(device: torch.device, seed: int) -> None:

@@ -68,6 +68,7 @@ class TrainingProgress:
         is_half_loaded: a load has begun to change the state, and has not ended. It may have failed there.
         can_reevaluate: an evaluation is under way that can begin again in another generation.
         evaluations: how many are done.
+        evaluated_since_step: how many of them are done since the newest step, or since a load.
         evaluated_loss: of the newest of them.
         missed_loss: of the one under way, if the other ranks have agreed on it without this one; None: they have not.
     """
@@ -85,6 +86,7 @@ class TrainingProgress:
         self.is_half_loaded = False
         self.can_reevaluate = False
         self.evaluations = 0
+        self.evaluated_since_step = 0
         self.evaluated_loss = 0.0
         self.missed_loss: float | None = None
         self._counting = threading.Lock()
@@ -92,6 +94,7 @@ class TrainingProgress:
     def begin_load(self) -> None:
         """A load begins to change the state."""
         self.is_half_loaded = True
+        self.evaluated_since_step = 0
 
     def check_state(self) -> None:
         """Raises RuntimeError where the state is of no step."""
@@ -105,12 +108,14 @@ class TrainingProgress:
         """Counts the step, whose update has been made, with so many examples in its global batch."""
         with self._counting:
             self.step += 1
+            self.evaluated_since_step = 0
             self.samples.add_step(examples)
             step.is_updated = True
 
     def count_evaluation(self, loss: float) -> None:
         """Counts an evaluation, whose loss this rank has."""
         self.evaluations, self.evaluated_loss, self.missed_loss = self.evaluations + 1, loss, None
+        self.evaluated_since_step += 1
         self.has_call_failed = False
 
     def find_committed(self, step: TrainingStep | None) -> int:

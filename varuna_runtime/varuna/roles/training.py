@@ -30,7 +30,7 @@ from varuna.diagnostics.tensorboard import TensorBoardWriter
 from varuna.distributed.agreement import StepTotals, agree_on_totals
 from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import GenerationEnded, PeerLost
-from varuna.distributed.topology import share_of_batch
+from varuna.distributed.topology import place_in_batch, share_of_batch
 from varuna.model.fixed_module import ModelSurface
 from varuna.optim.optimizers import check_parameters, find_learning_rate, log_left_out
 from varuna.optim.parameter_updater import StepGradient
@@ -41,6 +41,7 @@ from varuna.optim.weight_average import WeightAverage
 from varuna.partition.model_io.batch import batch_size_of
 from varuna.pipeline.micro_batches import cut_inputs, pin_inputs
 from varuna.pipeline.pass_state import PassResult
+from varuna.pipeline.random_streams import evaluation_seed
 from varuna.roles.failing import explaining_memory
 from varuna.roles.leaving import StateHolder
 from varuna.roles.membership import GenerationMembership
@@ -406,13 +407,17 @@ class TrainingRole:
 
     def _evaluate_together(self, inputs: Mapping[str, Any], batch_size: int | None, *, ema: bool) -> float:
         inputs = pin_inputs(inputs, self._device)
-        sizes, first = share_of_batch(batch_size_of(inputs), self._worker.environment, self._worker.topology.replica)
+        share = batch_size_of(inputs), self._worker.environment, self._worker.topology.replica
+        sizes, first = share_of_batch(*share)
+        progress = self._progress
         parameters = self.assembly.stage.parameters
         averaged = self.average.exchange_values(parameters) if ema and self.average is not None else nullcontext()
         with self.assembly.evaluation_mode(), self._passing(), averaged:
             passed = self.assembly.engine.run_evaluation_pass(
-                cut_inputs(inputs, sizes, first),
+                cut_inputs(inputs, sizes, first, place_in_batch(*share)),
                 self._worker.link.report_progress,
+                seed=evaluation_seed(progress.seed, progress.evaluated_since_step),
+                step=progress.step,
             )
         totals = agree_on_totals(
             self.assembly.everyone,

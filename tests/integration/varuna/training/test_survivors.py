@@ -174,8 +174,8 @@ def assert_evaluations_go_on(
     go_on: Callable[[SurvivorWorld], list[int]],
     **more: object,
 ) -> None:
-    """With a fault in the evaluations after step 3."""
-    task, wanted = Task(steps=STEPS), {"validates": 3, **more}
+    """With a fault in the evaluations after step 3, which draw random numbers."""
+    task, wanted = Task(steps=STEPS, noisy=True), {"validates": 3, **more}
     with ExitStack() as stack:
         undisturbed = SurvivorWorld(stack, zygote, folder / "undisturbed", task, 2, 2, wanted=wanted).finish()
     with ExitStack() as stack:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from random_models import MODELS, C, Mixed, T, batch
+from random_models import MODELS, C, Mixed, Sampling, T, batch
+from training_roles import training_role
 from varuna import Varuna
 from varuna.calibration.optimizer_costs import OptimizerSetup
 from varuna.calibration.profile import calibrate
@@ -54,6 +56,56 @@ def test_without_it_they_belong_to_micro_batches() -> None:
     whole = train(MODELS["gpt"], 8, random_by_example=False)
     assert train(MODELS["gpt"], None, random_by_example=False) == whole
     assert train(MODELS["gpt"], 3, random_by_example=False) != pytest.approx(whole, rel=1e-3)
+
+
+def evaluate(model: Varuna, step: int) -> list[float]:
+    """The losses of three evaluations of one batch, after `step`."""
+    while training_role(model)._progress.step < step:
+        model.step(batch(B))
+    return [model.evaluate(batch(B)) for _ in range(3)]
+
+
+def make_sampling(**options: Any) -> Varuna:
+    torch.manual_seed(3)
+    model = Varuna(Sampling(), get_batch_fn=batch, **options)
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    return model
+
+
+def test_each_evaluation_draws_numbers_of_its_own() -> None:
+    model = make_sampling()
+    before = torch.get_rng_state()
+    losses = [*evaluate(model, 0), *evaluate(model, 1), *evaluate(model, 2)]
+    losses += [model.step(batch(B))[0] for _ in range(3)]
+    assert len(set(losses)) == 12
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_evaluations_draw_the_same_numbers_for_each_micro_batch_size() -> None:
+    whole = [*evaluate(make_sampling(), 0)]
+    for m in (1, 3, 8):
+        assert evaluate(make_sampling(batch_size=B, chunk_size=m), 0) == pytest.approx(whole, rel=1e-5), f"m={m}"
+
+
+def test_an_evaluation_draws_the_same_numbers_after_a_restart(tmp_path: Path) -> None:
+    model = make_sampling()
+    evaluate(model, 1)
+    assert model.checkpoint(str(tmp_path))
+    expected = evaluate(model, 2)
+    again = make_sampling()
+    evaluate(again, 0)
+    again.load_checkpoint(str(tmp_path), 1)
+    assert evaluate(again, 2) == expected
+    again.load_checkpoint(str(tmp_path), 1)
+    assert evaluate(again, 2) == expected
+
+
+def test_an_evaluation_that_fails_does_not_count() -> None:
+    expected = evaluate(make_sampling(), 0)
+    model = make_sampling()
+    with pytest.raises(ValueError, match="hold 8 examples"):
+        model.evaluate(batch(B), batch_size=B + 1)
+    assert evaluate(model, 0) == expected
 
 
 def spec(*shape: int, per_example: int = 0, dim: int = 0) -> DrawSpec:

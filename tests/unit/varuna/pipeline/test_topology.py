@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 import varuna
 from varuna.devices.worker_device import choose_device
-from varuna.distributed.topology import Topology, share_of_batch, stage_sections, tied_over_stages
+from varuna.distributed.topology import Topology, place_in_batch, share_of_batch, stage_sections, tied_over_stages
 from varuna.distributed.worker_environment import (
     get_this_rank_config_varuna,
     get_varuna_config,
@@ -187,3 +189,27 @@ def test_the_device(kind: str, asked: int | torch.device | None, local_rank: int
 def test_a_device_of_another_kind() -> None:
     with pytest.raises(ValueError, match="launcher gave this worker a 'cpu' device"):
         choose_device(environment(), "cuda:0", -1)
+
+
+@settings(deadline=None)
+@given(shares=st.lists(st.integers(1, 5), min_size=1, max_size=6), m=st.integers(1, 8), data=st.data())
+def test_the_examples_of_a_planned_batch_have_their_places_in_it(
+    shares: list[int], m: int, data: st.DataObject
+) -> None:
+    batch = m * sum(shares) - data.draw(st.integers(0, m - 1))
+    launched = environment(p=1, d=len(shares), batch=batch, m=m, shares=tuple(shares))
+    start = 0
+    for replica, share in enumerate(shares):
+        examples = min(share * m, batch - start)
+        assert place_in_batch(examples, launched, replica) == start
+        start += examples
+
+
+@settings(deadline=None)
+@given(examples=st.integers(0, 40), d=st.integers(1, 5), m=st.integers(1, 3), n=st.integers(1, 5))
+def test_replicas_with_equally_many_examples_have_distinct_places(examples: int, d: int, m: int, n: int) -> None:
+    launched = environment(p=1, d=d, batch=d * n * m, m=m)
+    starts = [place_in_batch(examples, launched, replica) for replica in range(d)]
+    assert starts[0] == 0
+    assert all(b - a >= examples for a, b in itertools.pairwise(starts))
+    assert place_in_batch(examples, read_worker_environment({}), 0) == 0
