@@ -173,6 +173,8 @@ class ScriptChanges:
             hint = "" if any(state.modes.values()) else " To train in training mode, call train()."
             raise PartitionError(f"the model cannot be trained after {changes}: {error}.{hint}") from error
         _log.info("the model was traced again", after=changes)
+        if not model_map.loss_has_gradient:
+            _log.warning("the loss depends on no parameter that trains, so steps change none", after=changes)
         self._traced = self._agreed
         return model_map
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,18 @@ def test_a_change_that_the_stages_cannot_follow_is_refused_by_name() -> None:
     model.eval()
     with pytest.raises(PartitionError, match=r"cannot be trained after eval\(\) of the model.*call train\(\)"):
         model.step(batch())
+
+
+@pytest.mark.parametrize("trains", ["nothing", "what the loss leaves out"])
+def test_a_warning_says_when_a_change_leaves_nothing_to_train(trains: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = wrap(Head())
+    model.step(batch())
+    assert "depends on no parameter that trains" not in capsys.readouterr().out
+    model.eval()
+    model.requires_grad_(False)
+    model.get_submodule("second").requires_grad_(trains != "nothing")
+    assert model.step(batch())[2] == 0.0
+    assert re.search(r"the loss depends on no parameter that trains.*requires_grad of", capsys.readouterr().out)
 
 
 def count_traces(model: Varuna, monkeypatch: pytest.MonkeyPatch) -> list[object]:

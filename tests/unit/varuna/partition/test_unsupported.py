@@ -64,3 +64,30 @@ def test_a_sparse_gradient_of_a_function_is_named_at_the_first_step() -> None:
     model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match=r"the gradient of table is sparse_coo, but only dense gradients"):
         model.step(INPUTS)
+
+
+class Detached(Model):
+    """Its loss has no gradient, or it trains in the head only that the loss does not use."""
+
+    def __init__(self, *, drops_gradient: bool = True) -> None:
+        super().__init__(nn.Embedding(16, 4))
+        self.drops_gradient = drops_gradient
+        if not drops_gradient:
+            self.requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not self.drops_gradient):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("drops_gradient", [True, False], ids=["without gradients", "unused"])
+def test_a_loss_that_depends_on_nothing_that_trains_is_refused(drops_gradient: bool) -> None:
+    with pytest.raises(PartitionError, match=r"the loss depends on no parameter that trains.*no_grad.*detach.*freeze"):
+        Varuna(Detached(drops_gradient=drops_gradient), get_batch_fn=INPUTS)
+
+
+def test_a_model_that_is_all_frozen_evaluates() -> None:
+    frozen = Detached().requires_grad_(False)
+    model = Varuna(frozen, get_batch_fn=INPUTS)
+    assert model.evaluate(INPUTS) == pytest.approx(frozen(**INPUTS).item())

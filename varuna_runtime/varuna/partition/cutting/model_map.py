@@ -88,6 +88,11 @@ class ModelMap:
         plan = self.cut_plan(cut)
         return tuple(self._boundary(value, plan) for value in plan.transported)
 
+    @property
+    def loss_has_gradient(self) -> bool:
+        """Whether the loss depends on a parameter that trains."""
+        return self.graph.values[self.graph.loss].requires_grad
+
     def has_gradients(self, cut: int) -> bool:
         """Whether gradients come back over cut-point `cut`."""
         return any(boundary.requires_grad for boundary in self.find_boundary(cut))

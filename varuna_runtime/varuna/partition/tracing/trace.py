@@ -67,6 +67,7 @@ def trace(
     refuse_special_parameters(model, names)
     dry_runs = _DryRunner(model, example_inputs, names, kept, modes_to_train_in(model))
     plain = dry_runs.run_forward(_BATCHES[0], ())
+    _require_gradient(plain, kept)
     if plain.cuts:
         if cut_points is not None:
             raise ValueError(
@@ -75,6 +76,16 @@ def trace(
             )
         return dry_runs.make_map((), plain)
     return _cut_automatically(dry_runs, plain, cut_points)
+
+
+def _require_gradient(graph: Graph, parameters: Mapping[str, Tensor]) -> None:
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    if trained and not graph.values[graph.loss].requires_grad:
+        raise PartitionError(
+            f"the loss depends on no parameter that trains, so no step would change {trained[0]}: compute the loss "
+            "from it, and neither under torch.no_grad() nor from detach(). To evaluate only, freeze all parameters: "
+            "model.requires_grad_(False)"
+        )
 
 
 def trace_again(model: nn.Module, example_inputs: Mapping[str, Any], before: ModelMap) -> ModelMap:
