@@ -32,17 +32,32 @@ _log = structlog.get_logger("varuna")
 _MOST_IN_A_ROW = 10
 """Steps in a row that are skipped if the script gives no number."""
 _WAY_OUT = "Check these batches, the learning rate and its warm-up, and clip the gradient"
+_OTHER_WAY = "a stage may have read what only another stage has, which is not a number here: that is so where forward"
+_IN_TRAINING = (
+    f"{_OTHER_WAY} takes another way than in the dry run. Let the example inputs (get_batch_fn) take that way"
+)
+_IN_EVALUATION = f"{_OTHER_WAY} takes another way than in training, by self.training, an attribute or the inputs"
 
 
 class NonFiniteSteps:
     """Skips such steps up to a bound, ends the run at the first, or lets them pass."""
 
-    def __init__(self, most_in_a_row: int | None, policy: OnNonFinite, *, logs: bool) -> None:
+    def __init__(
+        self,
+        most_in_a_row: int | None,
+        policy: OnNonFinite,
+        *,
+        logs: bool,
+        in_stages: bool = False,
+        looks_at_values: bool = False,
+    ) -> None:
         """`most_in_a_row`: the script's bound, if it gives one. `policy`: the job file's, which comes before the bound
-        unless it is SKIP. `logs`: whether this rank writes the log lines."""
+        unless it is SKIP. `logs`: whether this rank writes the log lines. `in_stages`: whether the model is cut.
+        `looks_at_values`: whether the way of its forward depends on inputs or buffers."""
         self._most = _MOST_IN_A_ROW if most_in_a_row is None else most_in_a_row
         self._policy = policy
         self._logs = logs
+        self._in_stages, self._looks_at_values = in_stages, looks_at_values
         self.in_a_row = 0
         """Such steps in a row so far, without those that a smaller loss scale may cure."""
         self._skipped = 0
@@ -83,6 +98,8 @@ class NonFiniteSteps:
         if scaler is not None and scaler.can_shrink and math.isfinite(loss):
             return True  # the scaler logs it
         self.in_a_row += 1
+        if self._logs and self.in_a_row == 1 and self._in_stages and self._looks_at_values and math.isnan(loss):
+            _log.warning(_IN_TRAINING, step=step)
         if self._policy is OnNonFinite.STOP:
             raise FloatingPointError(
                 f"step {step} has a loss or gradient that is not finite (loss {loss:g}, gradient norm {norm:g}; "
@@ -112,6 +129,11 @@ class NonFiniteSteps:
                 skipped=self._skipped,
             )
         return skips
+
+    def explain_evaluation(self, loss: float) -> None:
+        """Writes the likely cause of an evaluation's loss that is not a number."""
+        if self._logs and self._in_stages and math.isnan(loss):
+            _log.warning(_IN_EVALUATION)
 
 
 def check_max_non_finite_steps(most_in_a_row: int | None) -> None:

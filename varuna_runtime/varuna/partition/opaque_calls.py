@@ -7,7 +7,7 @@ Kernels that use `torch.library.custom_op` with `register_fake` need no declarat
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, overload
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from varuna.cut_point import current_observer
 from varuna.diagnostics.user_code import user_code
 from varuna.partition.errors import PartitionError
-from varuna.partition.stages.ghost import are_hollow
+from varuna.partition.stages.ghost import are_hollow, hollow_value
 
 __all__ = ["opaque"]
 
@@ -81,14 +81,16 @@ def _declared(function: Callable[..., Any], make: Callable[..., Any], *, method:
         if recorder is not None and hasattr(recorder, "record_opaque_call"):
             return _record(recorder, make, given, tensors)
         if are_hollow(tensors):
-            made = _make(make, given)
-            return tree_map(
-                lambda x: torch.zeros(x.shape, dtype=x.dtype, device=tensors[0].device) if isinstance(x, Tensor) else x,
-                made,
-            )
+            return tree_map(partial(_hollow_like, device=tensors[0].device), _make(make, given))
         return function(*args, **kwargs)
 
     return declared
+
+
+def _hollow_like(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.full(leaf.shape, hollow_value(leaf.dtype, needs_numbers=False), dtype=leaf.dtype, device=device)
 
 
 def _record(recorder: Any, make: Callable[..., Any], given: Any, tensors: list[Tensor]) -> Any:

@@ -428,6 +428,7 @@ class TrainingRole:
                 f"batch_size={batch_size}, but the inputs of all replicas hold {totals.examples} examples: "
                 "give each replica its share"
             )
+        self._parts.non_finite.explain_evaluation(totals.loss)
         return totals.loss
 
     def gather_state(self) -> dict[str, Any]:

@@ -93,7 +93,11 @@ class TrainingParts:
         self.link_kind = options.links
         environment = self.worker.environment
         self.non_finite = NonFiniteSteps(
-            options.max_non_finite_steps, environment.on_non_finite, logs=environment.rank == 0
+            options.max_non_finite_steps,
+            environment.on_non_finite,
+            logs=environment.rank == 0,
+            in_stages=self.worker.topology.p > 1,
+            looks_at_values=bool(wrapped.model_map.graph.looked_at),
         )
         self.scalars = scalars
         joins = environment.joins_survivors

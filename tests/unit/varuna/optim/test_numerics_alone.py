@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from varuna import CutPoint, Varuna
 from varuna.checkpoint import CheckpointError
+from varuna.optim.non_finite_steps import NonFiniteSteps
 from varuna_proto.environment import OnNonFinite, WorkerEnvironment
 
 IGNORED = -100
@@ -188,6 +191,20 @@ def test_steps_that_are_not_finite_end_the_run_when_they_are_too_many_in_a_row()
         model.step(spoilt(4))
     with pytest.raises(ValueError, match="max_non_finite_steps=-1"):
         wrapped(max_non_finite_steps=-1)
+
+
+@pytest.mark.parametrize(("in_stages", "looks"), [(True, True), (True, False), (False, True)])
+def test_the_log_names_another_way_than_in_the_dry_run_as_a_cause(in_stages: bool, looks: bool) -> None:
+    steps = NonFiniteSteps(None, OnNonFinite.SKIP, logs=True, in_stages=in_stages, looks_at_values=looks)
+    with capture_logs() as log:
+        assert steps.decide_skip(1, math.nan, math.nan, None)
+        assert steps.decide_skip(2, math.nan, math.nan, None)
+    assert sum("takes another way than in the dry run" in line["event"] for line in log) == (in_stages and looks)
+    with capture_logs() as log:
+        steps.explain_evaluation(1.0)
+        assert not log
+        steps.explain_evaluation(math.nan)
+    assert ["takes another way than in training" in line["event"] for line in log] == [True] * in_stages
 
 
 def set_job_option(monkeypatch: pytest.MonkeyPatch, on_non_finite: OnNonFinite) -> None:

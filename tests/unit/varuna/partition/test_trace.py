@@ -326,6 +326,96 @@ def test_a_path_may_depend_on_inputs_and_buffers() -> None:
     losses_agree(Model(body), example())
 
 
+def takes_more_layers(m: Model, x: Tensor, condition: bool) -> Tensor:
+    y = m.a(x)
+    if condition:
+        y = y + m.unused(x)
+    return m.c(m.cuts[1](m.b(m.cuts[0](y)))).square().mean()
+
+
+def takes_an_earlier_tensor(m: Model, x: Tensor, condition: bool) -> Tensor:
+    early = m.a(x)
+    y = m.b(m.cuts[0](early * m.scale))
+    if condition:
+        y = y + early
+    return m.c(m.cuts[1](y)).square().mean()
+
+
+def takes_an_earlier_parameter(m: Model, x: Tensor, condition: bool) -> Tensor:
+    y = m.b(m.cuts[0](m.a(x) * m.scale))
+    if condition:
+        y = y * m.scale
+    return m.c(m.cuts[1](y)).square().mean()
+
+
+def takes_an_earlier_buffer(m: Model, x: Tensor, condition: bool) -> Tensor:
+    y = m.b(m.cuts[0](m.a(x) + m.offset))
+    if condition:
+        y = y * m.offset
+    return m.c(m.cuts[1](y)).square().mean()
+
+
+OTHER_WAYS: dict[str, Callable[[Model, Tensor], bool]] = {
+    "an input": lambda m, x: bool((x > 0).any()),
+    "the mode": lambda m, x: not m.training,
+    "an attribute": lambda m, x: bool(m.kept),
+}
+
+
+@pytest.mark.parametrize("condition", OTHER_WAYS)
+@pytest.mark.parametrize(
+    "body", [takes_more_layers, takes_an_earlier_tensor, takes_an_earlier_parameter, takes_an_earlier_buffer]
+)
+def test_a_way_that_the_dry_run_did_not_take_gives_no_plausible_loss(
+    body: Callable[[Model, Tensor, bool], Tensor], condition: str
+) -> None:
+    model = Model(lambda m, x: body(m, x, OTHER_WAYS[condition](m, x)))
+    model_map = trace(model, {"x": -torch.ones(2, H)})
+    stages = [build_stage(model, model_map, i, i + 1, device="cpu") for i in range(3)]
+    for module in (model, *(stage.module for stage in stages)):
+        module.train(condition != "the mode")
+        module.kept = [torch.ones(H)] if condition == "an attribute" else []  # type: ignore[assignment]
+    received: Any = []
+    with torch.no_grad():
+        for stage in stages:
+            received = stage.forward({"x": torch.ones(2, H)}, received)
+        assert received.isnan() or received.equal(model(torch.ones(2, H)))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda y: torch.bernoulli(y.sigmoid()),
+        lambda y: torch.normal(0.0, y.exp()),
+        lambda y: torch.linalg.eigvalsh(y.t() @ y)[:1],
+        lambda y: F.one_hot(y.sigmoid().round().long(), 2).float().sum(-1),
+        lambda y: F.binary_cross_entropy(y.sigmoid(), torch.ones_like(y)),
+    ],
+)
+def test_code_before_a_stage_that_takes_only_numbers_still_runs_there(draw: Callable[[Tensor], Tensor]) -> None:
+    def body(m: Model, x: Tensor) -> Tensor:
+        y = m.a(x)
+        y = y * draw(y.detach())
+        return m.c(m.cuts[1](m.b(m.cuts[0](y)))).square().mean()
+
+    model = Model(body)
+    model_map = trace(model, example())
+    received: Any = []
+    for index in range(3):
+        received = build_stage(model, model_map, index, index + 1, device="cpu").forward(example(), received)
+    assert received.isfinite()
+
+
+def test_the_argument_of_a_cut_point_used_behind_it_sends_nothing_back_through_placeholders() -> None:
+    def body(m: Model, x: Tensor) -> Tensor:
+        early = m.a(x)
+        y = m.b(m.cuts[0](early))
+        gated = early * y
+        return (m.c(m.cuts[1](gated)) * gated + early).square().mean()
+
+    losses_agree(Model(body), example())
+
+
 def test_a_path_that_depends_on_what_an_earlier_module_made_of_the_inputs() -> None:
     class Embeds(nn.Module):
         def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """What crosses a cut, and where a stage behind it can inject it: pure decisions over the graph of a dry run.
 
 A stage that starts with section `cut` also runs the forward before it, but hollow: modules that have returned by then
-are *ghosts*, which return tensors of zeros. Values that later sections need are therefore either computed again from
-the inputs, by code that still runs, or sent (*transported*) and injected *at their producer*: the ghost that returned
-the value, or the cut-point that passed it.
+are *ghosts*, which return tensors without numbers. Values that later sections need are therefore either computed again
+from the inputs, by code that still runs, or sent (*transported*) and injected *at their producer*: the ghost that
+returned the value, or the cut-point that passed it.
 """
 
 from __future__ import annotations

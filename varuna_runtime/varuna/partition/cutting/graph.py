@@ -146,6 +146,7 @@ class Graph:
     buffers_changed: dict[str, str] = field(default_factory=dict)  # name -> place
     costs: dict[tuple[int, int], float] = field(default_factory=dict)  # (innermost call, section) -> work
     looked_at: set[tuple[int, int, int]] = field(default_factory=set)  # (value, section, call): the path depends on it
+    need_numbers: set[tuple[int, int]] = field(default_factory=set)  # (section, call) of what fails on NaN
     choosing: dict[int, str] = field(default_factory=dict)  # calls that look at computed values -> places
     draws: list[RandomDraw] = field(default_factory=list)  # in order
     loss: int = -1
@@ -166,5 +167,6 @@ class Graph:
             buffers_changed=dict(self.buffers_changed),
             costs=dict(self.costs),
             looked_at=set(self.looked_at),
+            need_numbers=set(self.need_numbers),
             draws=list(self.draws),
         )

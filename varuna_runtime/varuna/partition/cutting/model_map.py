@@ -172,9 +172,7 @@ class ModelMap:
         ghosts = self.cut_plan(sections.start).ghosts if sections.start > 0 else frozenset[int]()
 
         def runs(section: int, call: int) -> bool:
-            while call >= 0 and call not in ghosts:
-                call = self.graph.calls[call].parent
-            return section < sections.stop and call < 0
+            return section < sections.stop and not self._is_hidden(call, ghosts)
 
         if any(runs(section, call) for _, section, call in self.graph.looked_at):
             return None
@@ -183,6 +181,22 @@ class ModelMap:
             for value in self.graph.values
             if value.input is not None and (value.changed_in_place or any(runs(*place) for place in value.read_at))
         )
+
+    @cached_property
+    def needs_numbers(self) -> bool:
+        """Whether code that some stage runs on placeholders fails where these are not numbers."""
+        for cut in range(1, len(self.sections)):
+            before = {call for section, call in self.graph.need_numbers if section < cut}
+            with suppress(PartitionError):  # no stage starts there
+                if before and not all(self._is_hidden(call, self.cut_plan(cut).ghosts) for call in before):
+                    return True
+        return False
+
+    def _is_hidden(self, call: int, ghosts: frozenset[int]) -> bool:
+        """Whether `call` is one of the ghosts, or inside one."""
+        while call >= 0 and call not in ghosts:
+            call = self.graph.calls[call].parent
+        return call >= 0
 
 
 def boundary_of(name: str, spec: TensorSpec) -> Boundary:

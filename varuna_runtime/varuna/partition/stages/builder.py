@@ -12,7 +12,7 @@ from varuna.partition.cutting.model_map import ModelMap, first_names
 from varuna.partition.modules.model_copies import copy_model
 from varuna.partition.modules.modes import set_modes
 from varuna.partition.modules.special_parameters import parameter_like
-from varuna.partition.stages.ghost import ZeroTensors
+from varuna.partition.stages.ghost import HollowTensors
 from varuna.partition.stages.gradient_hooks import copy_gradient_hooks
 from varuna.partition.stages.initial_values import initialise
 from varuna.partition.stages.stage import Stage
@@ -65,7 +65,12 @@ def build_stage(
         raise ValueError(f"sections {first_section} … {end_section - 1} are not a part of the model's 0 … {count - 1}")
     device = torch.device(device)
     sections = range(first_section, end_section)
-    made = _StageTensors(device, _EmptyValueSource() if values is None else values, parameters_follow=parameters_follow)
+    made = _StageTensors(
+        HollowTensors(device, needs_numbers=model_map.needs_numbers),
+        _EmptyValueSource() if values is None else values,
+        device=device,
+        parameters_follow=parameters_follow,
+    )
     memo: dict[int, object] = {}
     parameters = _parameters(model, model_map, sections, new=made, memo=memo)
     buffers = _buffers(model, model_map, sections, new=made, memo=memo)
@@ -93,8 +98,8 @@ def _parameters(
             if first in own:
                 made[first] = new.make_parameter(first, parameter)
             else:
-                hollow = new.zeros.make_expanded(parameter.shape, parameter.dtype)
-                made[first] = parameter_like(parameter, hollow, requires_grad=False)
+                placeholder = new.hollow.make_expanded(parameter.shape, parameter.dtype)
+                made[first] = parameter_like(parameter, placeholder, requires_grad=False)
         memo[id(parameter)] = made[first]
     return {name: parameter for name, parameter in made.items() if name in own}
 
@@ -128,7 +133,7 @@ def _buffers(
             made[first] = (
                 new.make_tensor(first, buffer, used=read)
                 if real
-                else new.zeros.make_expanded(buffer.shape, buffer.dtype)
+                else new.hollow.make_expanded(buffer.shape, buffer.dtype)
             )
         memo[id(buffer)] = made[first]
     return {name: buffer for name, buffer in made.items() if name in held}
@@ -147,8 +152,10 @@ def _find_with_buffers(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict
 class _StageTensors:
     """Makes the tensors of a new stage, with memory on its device and values."""
 
-    def __init__(self, device: torch.device, values: ValueSource, *, parameters_follow: bool) -> None:
-        self.zeros = ZeroTensors(device)
+    def __init__(
+        self, hollow: HollowTensors, values: ValueSource, *, device: torch.device, parameters_follow: bool
+    ) -> None:
+        self.hollow = hollow
         self.empty: dict[str, Tensor] = {}  # those that have no values yet, by first name
         self._device = device
         self._values = values
@@ -168,7 +175,7 @@ class _StageTensors:
     def make_tensor(self, name: str, original: Tensor, *, used: bool = True) -> Tensor:
         """A copy of the model's tensor with the value from the source; one that is not `used` may have any value."""
         if not used:
-            return torch.zeros_like(original, device=self._device)
+            return self.hollow.make_dense(original.shape, original.dtype)
         if name not in self._values and not original.is_meta:
             return original.to(self._device, copy=True)
         made = torch.empty_like(original, device=self._device)

@@ -18,18 +18,20 @@ from varuna.partition.model_io.structure import Structure, flatten_nested
 
 __all__ = [
     "Ghost",
-    "ZeroTensors",
+    "HollowTensors",
     "allocate_buffers",
     "are_hollow",
     "ghost_numbers",
+    "hollow_value",
     "inject",
     "make_ghost",
     "number_for",
+    "overwrite",
 ]
 
 
 _hollow: WeakSet[Tensor] = WeakSet()
-"""The elements of all `ZeroTensors`."""
+"""The elements of all `HollowTensors`."""
 
 
 def are_hollow(tensors: Iterable[Tensor]) -> bool:
@@ -38,16 +40,27 @@ def are_hollow(tensors: Iterable[Tensor]) -> bool:
     return any(tensor.layout == torch.strided and tensor.untyped_storage()._cdata in elements for tensor in tensors)
 
 
-class ZeroTensors:
-    """Tensors of zeros that take no memory: one element, seen with stride zero."""
+def hollow_value(dtype: torch.dtype, *, needs_numbers: bool) -> float:
+    """What a tensor that a stage does not have holds: what shows in the loss if the forward reads it after all.
 
-    def __init__(self, device: torch.device) -> None:
+    Integers are zeros, because code that uses no result of theirs takes them as indices. So is everything where
+    `needs_numbers`: such code has operations that fail without numbers.
+    """
+    return math.nan if (dtype.is_floating_point or dtype.is_complex) and not needs_numbers else 0
+
+
+class HollowTensors:
+    """Tensors that take no memory: one element, seen with stride zero."""
+
+    def __init__(self, device: torch.device, *, needs_numbers: bool) -> None:
         self._device = device
-        self._elements: dict[tuple[torch.dtype, bool], Tensor] = {}
-        """By type, and whether they are zeros."""
+        self._needs_numbers = needs_numbers
+        self._elements: dict[tuple[torch.dtype, str], Tensor] = {}
+        """By type and value."""
 
     def make_expanded(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._expand(0, shape, dtype)
+        """In place of a tensor that another stage has."""
+        return self._expand(hollow_value(dtype, needs_numbers=self._needs_numbers), shape, dtype)
 
     def make_unread(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """In place of a tensor that nothing reads. It holds no zeros but what shows, if something reads it after all:
@@ -57,7 +70,7 @@ class ZeroTensors:
         return self._expand(math.nan if is_fraction else least, shape, dtype)
 
     def _expand(self, value: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        key = dtype, value == 0
+        key = dtype, str(value)
         element = self._elements.get(key)
         if element is None:
             element = self._elements[key] = torch.full((), value, dtype=dtype, device=self._device)
@@ -65,17 +78,28 @@ class ZeroTensors:
         return element.expand(shape)
 
     def make_dense(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros with memory, for code that writes into them."""
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+        """With memory, for code that writes into it."""
+        value = hollow_value(dtype, needs_numbers=self._needs_numbers)
+        return torch.full(tuple(shape), value, dtype=dtype, device=self._device)
 
 
 def allocate_buffers(module: nn.Module, names: Container[str]) -> None:
-    """Gives memory to the buffers of these names that are zeros without any, for code that writes into them."""
+    """Gives memory to the buffers of these names that have none, for code that writes into them."""
     for path, part in module.named_modules():
         for key, buffer in part._buffers.items():
             name = f"{path}.{key}" if path else key
             if buffer is not None and name in names and buffer.numel() > 1 and not any(buffer.stride()):
-                part._buffers[key] = torch.zeros_like(buffer, memory_format=torch.contiguous_format)
+                part._buffers[key] = buffer.clone(memory_format=torch.contiguous_format)
+
+
+def overwrite(hollow: Tensor, received: Tensor) -> Tensor:
+    """`hollow` with the values of a received tensor, for code that goes on with that object.
+
+    Without its history: a gradient of zeros would go back through it and be no number, where it meets a placeholder.
+    """
+    if hollow.requires_grad and not hollow._is_view():  # a view cannot be detached
+        hollow.detach_()
+    return hollow.copy_(received)
 
 
 def inject(received: Tensor, copied: bool) -> Tensor:
@@ -87,12 +111,12 @@ def inject(received: Tensor, copied: bool) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _ZeroLeaf:
+class _HollowLeaf:
     spec: TensorSpec
     dense: bool  # the code writes into it
 
-    def make_tensor(self, zeros: ZeroTensors, batch: int) -> Tensor:
-        make = zeros.make_dense if self.dense else zeros.make_expanded
+    def make_tensor(self, hollow: HollowTensors, batch: int) -> Tensor:
+        make = hollow.make_dense if self.dense else hollow.make_expanded
         return make(self.spec.shape_for(batch), self.spec.dtype)
 
 
@@ -110,7 +134,7 @@ class _ArgumentLeaf:
     position: int
 
 
-_Leaf = _ZeroLeaf | _ReceivedLeaf | _ArgumentLeaf | LinearSize | ObjectLeaf
+_Leaf = _HollowLeaf | _ReceivedLeaf | _ArgumentLeaf | LinearSize | ObjectLeaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +148,7 @@ class Ghost:
 
     def make_output(
         self,
-        zeros: ZeroTensors,
+        hollow: HollowTensors,
         batch: int,
         received: Sequence[Tensor],
         *,
@@ -133,18 +157,18 @@ class Ghost:
     ) -> Any:
         arguments = flatten_nested((args, dict(kwargs)))[0] if self.needs_arguments else []
         return self.structure.unflatten_leaves(
-            [self._leaf(x, zeros, batch, received=received, arguments=arguments) for x in self.leaves]
+            [self._leaf(x, hollow, batch, received=received, arguments=arguments) for x in self.leaves]
         )
 
     def _leaf(
-        self, leaf: _Leaf, zeros: ZeroTensors, batch: int, *, received: Sequence[Tensor], arguments: list[Any]
+        self, leaf: _Leaf, hollow: HollowTensors, batch: int, *, received: Sequence[Tensor], arguments: list[Any]
     ) -> Any:
-        if isinstance(leaf, _ZeroLeaf):
-            return leaf.make_tensor(zeros, batch)
+        if isinstance(leaf, _HollowLeaf):
+            return leaf.make_tensor(hollow, batch)
         if isinstance(leaf, _ReceivedLeaf):
             if leaf.argument is None:
                 return inject(received[leaf.slot], leaf.copied)
-            return arguments[leaf.argument].copy_(received[leaf.slot])
+            return overwrite(arguments[leaf.argument], received[leaf.slot])
         if isinstance(leaf, _ArgumentLeaf):
             return arguments[leaf.position]
         return number_for(leaf, batch)
@@ -195,7 +219,7 @@ def _leaf_maker(
             if leaf.argument is not None:
                 return _ArgumentLeaf(leaf.argument)
             assert isinstance(spec, TensorSpec)
-            return _ZeroLeaf(spec, value.changed_in_place)
+            return _HollowLeaf(spec, value.changed_in_place)
         if leaf.argument is not None:
             return _ArgumentLeaf(leaf.argument)
         return spec if isinstance(spec, LinearSize) else leaf

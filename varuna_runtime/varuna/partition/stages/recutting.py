@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from varuna.partition.cutting.model_map import ModelMap, first_names
 from varuna.partition.errors import PartitionError
 from varuna.partition.modules.special_parameters import parameter_like
-from varuna.partition.stages.ghost import ZeroTensors
+from varuna.partition.stages.ghost import HollowTensors
 from varuna.partition.stages.stage import Stage
 
 __all__ = ["list_lost_writes", "recut_stage"]
@@ -58,11 +58,11 @@ def recut_stage(
         PartitionError: a buffer whose value is in no checkpoint was on `meta`, or the script has changed it.
     """
     stage.release_module()
-    zeros = ZeroTensors(stage.device)
-    parameters = _replace_parameters(stage, skeleton, wrapped_map, sections, zeros=zeros, trains=trains)
+    hollow = HollowTensors(stage.device, needs_numbers=wrapped_map.needs_numbers)
+    parameters = _replace_parameters(stage, skeleton, wrapped_map, sections, hollow=hollow, trains=trains)
     changed = {*wrapped_map.graph.buffers_changed, *model_map.graph.buffers_changed}
     buffers = _replace_buffers(
-        stage, skeleton, wrapped_map, sections, zeros=zeros, changed=changed, lost_writes=lost_writes
+        stage, skeleton, wrapped_map, sections, hollow=hollow, changed=changed, lost_writes=lost_writes
     )
     recut = Stage(
         stage.module, wrapped_map, sections=sections, device=stage.device, parameters=parameters, read=buffers
@@ -78,7 +78,7 @@ def _replace_parameters(
     model_map: ModelMap,
     sections: range,
     *,
-    zeros: ZeroTensors,
+    hollow: HollowTensors,
     trains: Mapping[str, bool],
 ) -> dict[str, nn.Parameter]:
     """Puts the parameters of the sections into the modules. Returns them by first name."""
@@ -99,8 +99,8 @@ def _replace_parameters(
             elif first not in stage.parameters:
                 made[first] = present
             else:
-                hollow = zeros.make_expanded(pattern.shape, pattern.dtype)
-                made[first] = parameter_like(pattern, hollow, requires_grad=False)
+                placeholder = hollow.make_expanded(pattern.shape, pattern.dtype)
+                made[first] = parameter_like(pattern, placeholder, requires_grad=False)
         entries[key] = made[first]
     return {name: parameter for name, parameter in made.items() if name in own}
 
@@ -111,7 +111,7 @@ def _replace_buffers(
     model_map: ModelMap,
     sections: range,
     *,
-    zeros: ZeroTensors,
+    hollow: HollowTensors,
     changed: Collection[str],
     lost_writes: Collection[str],
 ) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def _replace_buffers(
             if was_real == is_real:
                 made[first] = entries[key]
             elif not is_real:
-                made[first] = zeros.make_expanded(entries[key].shape, entries[key].dtype)
+                made[first] = hollow.make_expanded(entries[key].shape, entries[key].dtype)
             elif first in filled:
                 made[first] = torch.empty_like(originals[first], device=stage.device)
             else:

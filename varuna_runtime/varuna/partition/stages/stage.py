@@ -26,7 +26,7 @@ from varuna.partition.model_io.batch import batch_size_of
 from varuna.partition.model_io.loss import loss_and_weight_of, loss_of
 from varuna.partition.model_io.structure import flatten_nested
 from varuna.partition.stages.forward_replacements import ForwardReplacements
-from varuna.partition.stages.ghost import ZeroTensors, allocate_buffers, inject, number_for
+from varuna.partition.stages.ghost import HollowTensors, allocate_buffers, inject, number_for, overwrite
 from varuna.partition.stages.wiring import CallPlan, plan_wiring
 from varuna.partition.stages.written_buffers import WrittenBuffers
 
@@ -125,7 +125,6 @@ class Stage:
         self.read = read
         self.on_section: Callable[[int], None] | None = None
         self.before_section: Callable[[int], None] | None = None
-        self._zeros = ZeroTensors(device)
         self._pass: _ForwardRun | None = None
         self._cut_points: list[CutPoint] = []
         """Those that know of this stage."""
@@ -141,6 +140,7 @@ class Stage:
             self.module, {name: buffer for name, buffer in self.buffers.items() if name in changed}
         )
         self.weighted = model_map.graph.weighted
+        self._hollow = HollowTensors(self.device, needs_numbers=model_map.needs_numbers)
         self.shared = dict(model_map.shared)
         self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.find_boundary(self.sections.start)
         self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.find_boundary(self.sections.stop)
@@ -170,7 +170,7 @@ class Stage:
             return dict(inputs)
 
         def empty(leaf: Any) -> Any:
-            return self._zeros.make_unread(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+            return self._hollow.make_unread(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
         read = self.list_read_inputs(inputs)
         return {name: value if name in read else tree_map(empty, value) for name, value in inputs.items()}
@@ -258,7 +258,7 @@ class Stage:
     def _at_cut_point(self, running: _ForwardRun, section: int, activation: Tensor) -> Tensor:
         slot = self._wiring.cut_slots.get(section)
         if slot is not None and section in self._wiring.overwritten:
-            activation = activation.copy_(running.received[slot[0]])
+            activation = overwrite(activation, running.received[slot[0]])
         elif slot is not None:
             activation = inject(running.received[slot[0]], slot[1])
         keep = self._wiring.cut_keeps.get(section)
@@ -342,7 +342,7 @@ class Stage:
                     )
                 ghost = calls[0].ghost
                 assert ghost is not None
-                return ghost.make_output(self._zeros, running.batch, running.received, args=args, kwargs=kwargs)
+                return ghost.make_output(self._hollow, running.batch, running.received, args=args, kwargs=kwargs)
             number = running.calls[path]
             running.calls[path] = number + 1
             if number >= len(calls):
@@ -355,7 +355,7 @@ class Stage:
                         f"module {path} runs without gradients (reentrant activation checkpointing?), but its output "
                         "is used, with gradients, in a later stage; use checkpoint(…, use_reentrant=False)"
                     )
-                return call.ghost.make_output(self._zeros, running.batch, running.received, args=args, kwargs=kwargs)
+                return call.ghost.make_output(self._hollow, running.batch, running.received, args=args, kwargs=kwargs)
             output = forward(*args, **kwargs)
             if call.keeps or call.numbers:
                 leaves = [output] if isinstance(output, Tensor) else flatten_nested(output)[0]

@@ -28,6 +28,7 @@ from varuna.partition.tracing.choosing_modules import pick_rows
 from varuna.partition.tracing.fake_results import FakeResults
 from varuna.partition.tracing.fake_rules import looks_at_integers_only
 from varuna.partition.tracing.in_place_writes import written_tensors
+from varuna.partition.tracing.number_needs import needs_numbers
 from varuna.partition.tracing.operation_calls import OperationCall, replace_tensors, tensors_in
 from varuna.partition.tracing.operation_costs import operation_cost
 from varuna.partition.tracing.random_draws import is_draw, shape_of_draw
@@ -123,6 +124,8 @@ class OperationRecorder(TorchDispatchMode, ValueTable):  # type: ignore[no-untyp
             return self._look_at_values(call, inputs)
         self._operations.append((func, replace_tensors((args, kwargs), lambda _: None)))
         output = self._run_fake(call)
+        if needs_numbers(func, inputs, tensors_in(output)):
+            self.graph.need_numbers.add((self._section, self._stack[-1]))
         where, cost = (self._stack[-1], self._section), operation_cost(func, args, kwargs, output)
         self.graph.costs[where] = self.graph.costs.get(where, 0.0) + cost
         random = torch.Tag.nondeterministic_seeded in func.tags
