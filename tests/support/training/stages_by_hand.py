@@ -23,12 +23,12 @@ def run_by_hand(stages: Sequence[Stage], inputs: dict[str, Any]) -> tuple[Tensor
             b.shape_for(next(iter(inputs.values())).shape[0]) for b in stage.sends
         ]
         assert [x.requires_grad for x in sent] == [b.requires_grad for b in stage.sends]
-        received = [x.detach().clone().requires_grad_(x.requires_grad) for x in sent]
+        received = [x.detach().clone().requires_grad_(b.requires_grad) for x, b in zip(sent, stage.sends, strict=True)]
     loss = stages[-1].forward(inputs, received)
     assert isinstance(loss, Tensor)
     loss.backward()
     for before, sent in reversed(kept):
-        pairs = [(x, leaf.grad) for x, leaf in zip(sent, received, strict=True) if x.requires_grad]
+        pairs = [(x, leaf.grad) for x, leaf in zip(sent, received, strict=True) if leaf.requires_grad]
         roots = [(x, g) for x, g in pairs if g is not None]
         torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
         received = before

@@ -69,7 +69,10 @@ class SectionMeter:
         with torch.enable_grad(), self.precision.forward_context(), self.random.measured_draws(batch_size_of(inputs)):
             result = self._stage.forward(inputs, received)
         forward_us = self.clock.now_us() - started_us
-        return [t for t in ([result] if isinstance(result, Tensor) else result) if t.requires_grad], forward_us
+        outputs = [result] if isinstance(result, Tensor) else result
+        if not self._stage.is_last:
+            outputs = [t for t, boundary in zip(outputs, self._stage.sends, strict=True) if boundary.requires_grad]
+        return [t for t in outputs if t.requires_grad], forward_us
 
     def backward(self, outputs: list[Tensor]) -> float:
         """Runs backward from the outputs of the last `forward`; returns microseconds.

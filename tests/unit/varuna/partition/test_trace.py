@@ -54,7 +54,7 @@ def losses_agree(model: nn.Module, inputs: dict[str, Any]) -> None:
     for stage in stages[:-1]:
         sent = stage.forward(inputs, received)
         kept.append((received, sent))
-        received = [x.detach().requires_grad_(x.requires_grad) for x in sent]
+        received = [x.detach().requires_grad_(b.requires_grad) for x, b in zip(sent, stage.sends, strict=True)]
     loss = stages[-1].forward(inputs, received)
     assert isinstance(loss, Tensor)
     loss.backward()
@@ -488,6 +488,52 @@ def test_nothing_goes_back_over_a_boundary_behind_frozen_layers() -> None:
     model.scale.requires_grad_(False)
     assert [boundary.requires_grad for boundary in trace(model, inputs).find_boundary(1)] == [False]
     losses_agree(model, inputs)
+
+
+def frozen_by_detach(m: Model, x: Tensor) -> Tensor:
+    return m.c(m.b(m.cuts[0](m.a(x) * m.scale)).detach()).square().mean()
+
+
+def frozen_by_no_grad(m: Model, x: Tensor) -> Tensor:
+    y = m.cuts[0](m.a(x) * m.scale)
+    with torch.no_grad():
+        y = m.b(y)
+    return m.c(y).square().mean()
+
+
+@pytest.mark.parametrize("body", [frozen_by_detach, frozen_by_no_grad])
+def test_nothing_goes_back_over_a_boundary_behind_which_the_way_back_is_cut(
+    body: Callable[[Model, Tensor], Tensor],
+) -> None:
+    model, inputs = Model(body), example()
+    model_map = trace(model, inputs)
+    assert not model_map.find_boundary(1)[0].requires_grad
+    losses_agree(model, inputs)
+    first = build_stage(model, model_map, 0, 1, device="cpu")
+    before = {name: parameter.detach().clone() for name, parameter in first.parameters.items()}
+    torch.optim.AdamW(first.parameters.values(), weight_decay=0.1).step()
+    assert all(parameter.equal(before[name]) for name, parameter in first.parameters.items())
+
+
+def test_gradients_go_back_to_a_tensor_that_is_used_beside_what_its_cut_point_returned() -> None:
+    def body(m: Model, x: Tensor) -> Tensor:
+        early = m.a(x)
+        passed = m.cuts[0](early)
+        return (m.b(passed.detach()) + early).square().mean()
+
+    model, inputs = Model(body), example()
+    assert [boundary.requires_grad for boundary in trace(model, inputs).find_boundary(1)] == [True]
+    losses_agree(model, inputs)
+
+
+def test_gradients_go_back_to_a_tensor_that_is_changed_in_place_after_its_use() -> None:
+    def body(m: Model, x: Tensor) -> Tensor:
+        early = m.a(x)
+        y = m.b(m.cuts[0](m.c(x))) + early
+        early.add_(1)
+        return y.square().mean()
+
+    losses_agree(Model(body), example())
 
 
 def test_parameters_out_of_the_module_tree_are_named() -> None:

@@ -51,6 +51,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    gets_gradient: bool = False  # the loss's backward comes to it
     same_as: int  # the value that a cut-point passed on; else itself
     weight: str | None = None  # the parameter that it is, or that it is a view or cast of
     buffer: str | None = None

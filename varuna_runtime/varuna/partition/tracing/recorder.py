@@ -22,6 +22,7 @@ from varuna.partition.cutting.graph import (
 from varuna.partition.cutting.placed_cut_points import PlacedCutPoint
 from varuna.partition.errors import PartitionError
 from varuna.partition.model_io.structure import flatten_nested
+from varuna.partition.tracing.backward_nodes import backward_nodes
 from varuna.partition.tracing.carried_state import (
     GlobalGenerators,
     ModuleAttributes,
@@ -159,8 +160,21 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]  # torch doe
             self.graph.weighted = beside is not None
         for value, tensor in zip(self.graph.values, self._tensors, strict=True):
             value.requires_grad = tensor.requires_grad  # known only after the dispatcher has returned to autograd
+        self._record_gradients(loss)
         self._record_assigned()
         return self.graph
+
+    def _record_gradients(self, loss: Tensor) -> None:
+        """Record to which values the loss's backward comes: not to what the code detaches."""
+        nodes = backward_nodes(loss)
+        reached = {
+            value.same_as
+            for value, tensor in zip(self.graph.values, self._tensors, strict=True)
+            # The history of a tensor that is changed is that of its newest value.
+            if value.requires_grad and (value.changed_in_place or tensor.grad_fn is None or tensor.grad_fn in nodes)
+        }
+        for value in self.graph.values:
+            value.gets_gradient = value.requires_grad and value.same_as in reached
 
     def _depends_on_parameters(self, value: Value) -> bool:
         seen: set[int] = set()

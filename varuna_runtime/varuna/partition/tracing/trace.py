@@ -323,7 +323,7 @@ def _spec(one: Graph, two: Graph, first: int, second: int) -> TensorSpec:
             f"with {two.batch}; the number of dimensions may not depend on the batch"
         )
     sizes = learn_shape((one.batch, two.batch), value.shape, other.shape)
-    return TensorSpec(sizes, value.dtype, value.requires_grad)
+    return TensorSpec(sizes, value.dtype, value.gets_gradient)
 
 
 def _sections(
