@@ -377,14 +377,14 @@ class AgentRunner:
         while True:
             try:
                 if machine is None:
-                    machine = await asyncio.to_thread(MachineUsage)
-                await asyncio.sleep(SAMPLE_S)
-                self._usage = await asyncio.to_thread(machine.take_sample)
+                    machine = await asyncio.to_thread(MachineUsage)  # a sample is of the time since then
+                else:
+                    self._usage = await asyncio.to_thread(machine.take_sample)
             except Exception as error:  # whatever this system does not tell, the agent goes on
                 if str(error) != last_error:
                     _log.warning("the machine's usage cannot be measured", error=str(error))
                 last_error = str(error)
-                await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(SAMPLE_S)
 
     async def _keep_logs_small(self) -> None:
         sizes = LogSizes(each_bytes=self._settings.log_bytes, old_bytes=self._settings.old_logs_bytes)
